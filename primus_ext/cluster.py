@@ -1,0 +1,69 @@
+"""Accelerators and target clusters, as pure data read from ``hydra_conf/accelerator/*.yaml``."""
+
+from __future__ import annotations
+
+import dataclasses
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Figure:
+    """A number with the place it comes from."""
+
+    value: float
+    source: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Accelerator:
+    """One accelerator product.  SI units: bytes, bytes/s, FLOP/s, seconds."""
+
+    name: str
+    vendor: str
+    """nvidia or amd."""
+    arch: str
+    """sm_80, sm_90, sm_100, gfx942, gfx950: decides what precisions and kernels exist."""
+    compute_capability: tuple[int, int]
+    """What ``torch.cuda.get_device_capability`` returns there."""
+    multi_processors: int
+    """SMs or CUs."""
+    peak_flops: dict[str, Figure]
+    """Dense peak by dtype: fp32, tf32, bf16, fp16, fp8, fp4; what is absent is not supported."""
+    gemm_efficiency: dict[str, Figure]
+    """Share of the peak that large training GEMMs reach, by dtype."""
+    attention_efficiency: dict[str, Figure]
+    """Share of the bf16 peak of fused attention: forward, backward."""
+    hbm_bytes: Figure
+    """Capacity that a process can allocate, in bytes."""
+    hbm_bandwidth: Figure
+    hbm_efficiency: Figure
+    kernel_launch_s: Figure
+    scale_up_bandwidth: Figure
+    """Bytes/s per GPU and direction inside the scale-up domain."""
+    scale_up_topology: str
+    """switch or mesh."""
+    scale_up_efficiency: dict[str, Figure]
+    """Share of it reached by large collectives, by kind (default key ``all``)."""
+    scale_up_latency_s: Figure
+    context_bytes: Figure
+    """Device memory that the driver context and libraries take outside the tensor allocator."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Cluster:
+    """A target: ``nodes`` hosts of ``gpus_per_node`` accelerators."""
+
+    name: str
+    accelerator: Accelerator
+    nodes: int
+    gpus_per_node: int
+    scale_up_domain: int
+    """GPUs that reach each other over the scale-up fabric (>= gpus_per_node for rack scale)."""
+    nic_bandwidth: Figure
+    """Bytes/s per GPU and direction between nodes."""
+    nic_efficiency: Figure
+    nic_latency_s: Figure
+
+    @property
+    def world_size(self) -> int:
+        """GPUs in the target."""
+        return self.nodes * self.gpus_per_node

@@ -1,0 +1,1 @@
+"""Price one op or collective on an accelerator of a cluster."""

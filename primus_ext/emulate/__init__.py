@@ -1,0 +1,1 @@
+"""Run the user's program as one rank of the target job on a virtual accelerator."""

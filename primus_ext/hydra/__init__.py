@@ -1,0 +1,1 @@
+"""The Hydra side: search path, callback."""

@@ -1,0 +1,1 @@
+"""Record what a rank does: ops, collectives and live tensor bytes."""

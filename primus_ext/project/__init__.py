@@ -1,0 +1,1 @@
+"""Compose priced traces into memory per rank and time per step."""

@@ -1,0 +1,213 @@
+"""What one rank of the target job does in one step, as pure data.
+
+A :class:`RankTrace` is the only thing that the measuring rooms (``emulate``, ``observe``) hand to
+the pricing rooms (``cost``, ``project``).  It holds no tensors and imports nothing.
+
+Units: bytes, FLOPs (a multiply-add is 2), ranks are global ranks of the target world.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from enum import StrEnum
+from typing import Any
+
+
+class Family(StrEnum):
+    """Kinds of work that are priced by different models."""
+
+    GEMM = "gemm"
+    GROUPED_GEMM = "grouped_gemm"
+    ATTENTION = "attention"
+    MEMORY = "memory"  # bound by HBM traffic: norms, activations, copies, rope, casts
+    QUANTIZE = "quantize"
+    COLLECTIVE = "collective"
+    P2P = "p2p"
+    HOST = "host"  # no device work: views, metadata, host synchronisation
+
+
+class CollectiveKind(StrEnum):
+    """Collectives as torch.distributed issues them."""
+
+    ALL_REDUCE = "all_reduce"
+    ALL_GATHER = "all_gather"
+    REDUCE_SCATTER = "reduce_scatter"
+    ALL_TO_ALL = "all_to_all"
+    BROADCAST = "broadcast"
+    SEND_RECV = "send_recv"
+    BARRIER = "barrier"
+
+
+class ScopeKind(StrEnum):
+    """What part of the model a :class:`Segment` is."""
+
+    EMBEDDING = "embedding"
+    DENSE_LAYER = "dense_layer"
+    MOE_LAYER = "moe_layer"
+    MTP_LAYER = "mtp_layer"
+    OUTPUT = "output"  # final norm, output layer and loss
+    OTHER = "other"  # batch fetch and what else lies between the layers
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """Shape and dtype of a tensor that an op reads or writes."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    """Short name: fp32, bf16, fp16, fp8_e4m3, fp8_e5m2, int64, uint8, ..."""
+    origins: tuple[str, ...] = ()
+    """Where each dimension comes from, e.g. ``("mbs*seq/tp", "hidden_size")``; empty if unknown."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Collective:
+    """One collective call."""
+
+    kind: CollectiveKind
+    group: str
+    """Key into :attr:`RankTrace.groups`: tp, cp, ep, etp, pp, dp, dp_cp, expert_dp, tp_ep, ..."""
+    bytes: int
+    """Size in bytes of the *whole* buffer: all_reduce and broadcast: the buffer; all_gather: the
+    gathered output; reduce_scatter: the full input; all_to_all: this rank's whole input; send_recv:
+    the message.  (The convention of nccl-tests.)"""
+    dtype: str
+    asynchronous: bool = False
+    """Issued with ``async_op=True`` (a later wait makes it exposed only as far as it must be)."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Op:
+    """One operation, identical for every call with the same signature."""
+
+    name: str
+    """E.g. ``aten.mm``, ``te.gemm``, ``c10d.allreduce_``."""
+    family: Family
+    inputs: tuple[TensorSpec, ...]
+    outputs: tuple[TensorSpec, ...]
+    flops: int
+    """FLOPs really computed (causal attention counts the computed half only)."""
+    bytes: int
+    """Bytes read plus written if every input and output moves once."""
+    attrs: tuple[tuple[str, Any], ...] = ()
+    """Sorted scalars that the price depends on.  gemm: m, n, k, batch, layout (tn|nn|nt), dtype,
+    accumulate, out_dtype.  grouped_gemm: additionally groups (m is the total over groups).
+    attention: batch, heads, kv_heads, seq_q, seq_kv, dim_qk, dim_v, causal, direction
+    (forward|backward), fused, window."""
+    collective: Collective | None = None
+
+    def attr(self, name: str, default: Any = None) -> Any:
+        """The value of one attribute, or ``default``."""
+        return dict(self.attrs).get(name, default)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Call:
+    """``count`` consecutive or scattered executions of one op inside a segment, in order."""
+
+    op: int
+    """Index into :attr:`RankTrace.ops`."""
+    phase: str
+    """forward, backward, or recompute (forward work repeated inside the backward pass)."""
+    module: str
+    """Name of the innermost module below the segment that ran it, '' where unknown."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Segment:
+    """Consecutive work of one part of the model; equal layers are stored once with a count."""
+
+    kind: ScopeKind
+    name: str
+    """Module path of the first occurrence, e.g. ``decoder.layers.0``."""
+    count: int
+    """How many equal segments this chunk holds."""
+    forward: tuple[Call, ...]
+    backward: tuple[Call, ...]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ChunkMemory:
+    """Live tensor bytes of one microbatch through one model chunk, above what was live before."""
+
+    saved_bytes: int
+    """Held from the end of the forward to the backward of the same microbatch."""
+    forward_peak_bytes: int
+    """Highest point inside the forward, above its start."""
+    backward_peak_bytes: int
+    """Highest point inside the backward, above the state before this microbatch's forward."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ChunkTrace:
+    """One model chunk (virtual pipeline stage) of the rank, one microbatch."""
+
+    vpp_stage: int
+    segments: tuple[Segment, ...]
+    memory: ChunkMemory
+    boundary_bytes: int
+    """Size of the activation sent to the next stage (0 on the last)."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class StaticMemory:
+    """Tensor bytes that live through the whole step."""
+
+    parameters: int
+    gradients: int
+    optimizer: int
+    workspaces: int
+    """Kernel workspaces and caches the framework keeps (cuBLAS, Transformer Engine)."""
+    step_peak_bytes: int
+    """Highest point of gradient finalisation and optimizer step above the static tensors."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Bucket:
+    """One gradient/parameter bucket of the data-parallel wrapper."""
+
+    parameters: int
+    group: str
+    """Group that the bucket is reduced over (key into ``groups``)."""
+    grad_bytes: int
+    param_bytes: int
+    chunk: int
+    """Model chunk (vpp stage) that the bucket belongs to."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class RankTrace:
+    """One distinct kind of rank."""
+
+    rank: int
+    """The global rank that was run."""
+    pp_ranks: tuple[int, ...]
+    """All pipeline ranks that hold the same modules as this one."""
+    groups: dict[str, tuple[int, ...]]
+    """Process groups of the rank, by name, as tuples of global ranks."""
+    ops: tuple[Op, ...]
+    chunks: tuple[ChunkTrace, ...]
+    step: tuple[Call, ...]
+    """Gradient finalisation and the optimizer step, in order (phase ``step``)."""
+    buckets: tuple[Bucket, ...]
+    parameters: int
+    """Elements of the real module on this rank (sharded; padding of the vocabulary included)."""
+    global_parameters: int
+    """Elements of the same stage over all its tp, ep, etp ranks, each counted once, without
+    vocabulary padding."""
+    active_parameters: int
+    """Of ``global_parameters``, those one token passes through (top-k of the routed experts)."""
+    static: StaticMemory
+
+
+def to_plain(value: Any) -> Any:
+    """Dataclasses, tuples and enums to JSON-able values."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {f.name: to_plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
+    if isinstance(value, (list, tuple)):
+        return [to_plain(v) for v in value]
+    if isinstance(value, dict):
+        return {str(k): to_plain(v) for k, v in value.items()}
+    if isinstance(value, StrEnum):
+        return str(value)
+    return value
