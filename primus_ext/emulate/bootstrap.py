@@ -1,0 +1,99 @@
+"""Start the user's program inside the virtual world: ``python -m ... REQUEST.json``.
+
+Frameworks decide at import what they are (Transformer Engine present? torch.compile?), so
+everything is installed here, before the first import of the user's program.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import runpy
+import sys
+import traceback
+from pathlib import Path
+from typing import Any
+
+from primus_ext.emulate import session as sessions
+
+
+def main(request_path: str) -> None:
+    """Run the program named in the request up to its training entry point.
+
+    Args:
+        request_path: JSON with ``script`` or ``module``, ``args``, ``cwd``, ``device`` (name,
+            compute_capability, total_memory, multi_processor_count, warp_size), ``world_size``,
+            ``gpus_per_node``, ``frameworks`` (modules that hook entry points) and ``result``.
+    """
+    request = json.loads(Path(request_path).read_text())
+    session = sessions.Session(request)
+    try:
+        _install(request)
+        _run_program(request)
+    except sessions.ProgramError as error:
+        session.fail(sessions.EXIT_CONFIG, str(error))
+    except SystemExit as leaving:
+        _left(session, leaving)
+    except BaseException as error:
+        from primus_ext.emulate.tripwire import TrainingAttempted
+
+        if isinstance(error, TrainingAttempted):
+            session.fail(sessions.EXIT_CONFIG, str(error))
+        traceback.print_exc()
+        session.fail(
+            sessions.EXIT_INTERNAL,
+            f"the program stopped before its training entry point: {type(error).__name__}: {error}",
+        )
+    session.fail(
+        sessions.EXIT_CONFIG,
+        "the program ended without reaching a training entry point that primus_ext knows "
+        "(megatron.training.pretrain), so there is nothing to project",
+    )
+
+
+def _left(session: sessions.Session, leaving: SystemExit) -> None:
+    code = leaving.code
+    if code in (0, None):
+        return
+    if isinstance(code, str):
+        session.fail(sessions.EXIT_CONFIG, code)
+    session.fail(
+        int(code) if code in (1, 2) else sessions.EXIT_INTERNAL,
+        f"the program left with exit code {code} before its training entry point",
+    )
+
+
+def _install(request: dict[str, Any]) -> None:
+    from primus_ext.emulate import te, tripwire, virtual_cuda
+
+    world, local = int(request["world_size"]), int(request["gpus_per_node"])
+    os.environ.update(
+        RANK="0", LOCAL_RANK="0", WORLD_SIZE=str(world), LOCAL_WORLD_SIZE=str(local),
+        MASTER_ADDR="localhost", MASTER_PORT="0",
+    )  # fmt: skip
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    device = dict(request["device"])
+    device["compute_capability"] = tuple(device["compute_capability"])
+    virtual_cuda.install(virtual_cuda.DeviceProfile(device_count=local, **device))
+    te.install(compute_capability=device["compute_capability"])
+    tripwire.arm()
+    for framework in request["frameworks"]:
+        importlib.import_module(framework).install()
+
+
+def _run_program(request: dict[str, Any]) -> None:
+    os.chdir(request["cwd"])
+    if request.get("module"):
+        sys.argv = [request["module"], *request["args"]]
+        sys.path.insert(0, request["cwd"])
+        runpy.run_module(request["module"], run_name="__main__", alter_sys=True)
+        return
+    script = request["script"]
+    sys.argv = [script, *request["args"]]
+    sys.path.insert(0, str(Path(script).resolve().parent))
+    runpy.run_path(script, run_name="__main__")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -1,0 +1,72 @@
+"""Replacements in Megatron-LM for training on CPUs (group ``cpu_training``).
+
+Used through :func:`primus_ext.emulate.virtual_cuda.enable_cpu_training`.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import types
+from typing import Any
+
+import torch
+
+from primus_ext.emulate.registry import patch
+
+_MCORE = "megatron-core 0.19"
+
+
+@patch("megatron.core.transformer.torch_norm", "WrappedTorchNorm", group="cpu_training",
+       versions=_MCORE, reason="the local norm refuses sequence parallelism")
+def _norm(module: types.ModuleType) -> None:
+    from primus_ext.emulate.cpu_spec import HostNorm
+
+    module.WrappedTorchNorm = HostNorm
+
+
+@patch("megatron.core.transformer.dot_product_attention", "DotProductAttention",
+       group="cpu_training", versions=_MCORE,
+       reason="the local attention refuses context parallelism and keeps whole score matrices")
+def _attention(module: types.ModuleType) -> None:
+    from primus_ext.emulate.cpu_attention import HostAttention
+
+    module.DotProductAttention = HostAttention
+
+
+@patch("megatron.core.transformer.moe.moe_utils", "maybe_move_tensor_to_cpu",
+       group="cpu_training", versions=_MCORE,
+       reason="gloo's all_to_all_single takes lists of split sizes, no tensors; Megatron makes "
+              "lists only of what it finds on a GPU")
+def _splits(module: types.ModuleType) -> None:
+    original = module.maybe_move_tensor_to_cpu
+
+    @functools.wraps(original)
+    def to_numpy(tensor: Any, as_numpy: bool = False, **kwargs: Any) -> Any:
+        if as_numpy and torch.is_tensor(tensor):
+            return tensor.numpy()
+        return original(tensor, as_numpy=as_numpy, **kwargs)
+
+    module.maybe_move_tensor_to_cpu = to_numpy
+
+
+@patch("megatron.training.initialize", "initialize_megatron", group="cpu_training",
+       versions=_MCORE, reason="pretrain() calls it without allow_no_cuda=True")
+def _initialize(module: types.ModuleType) -> None:
+    module.initialize_megatron = functools.partial(
+        module.initialize_megatron, allow_no_cuda=True
+    )
+
+
+@patch("megatron.core.datasets.utils", "compile_helpers", group="cpu_training",
+       versions=_MCORE, reason="the wheel ships the compiled helper and no makefile")
+def _helpers(module: types.ModuleType) -> None:
+    module.compile_helpers = lambda: None
+
+
+@patch("megatron.core.tensor_parallel.random", "logging", group="cpu_training",
+       versions=_MCORE,
+       reason="it warns that the CPU's random state changed while the GPU's was forked: here both "
+              "are one")
+def _rng_warning(module: types.ModuleType) -> None:
+    logging.getLogger(module.__name__).setLevel(logging.ERROR)

@@ -1,0 +1,97 @@
+"""The other ranks, virtual: a process group of the target's size in which nobody else exists."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from primus_ext.emulate import registry, shims_fake  # noqa: F401  (shims_fake declares)
+
+_library: torch.library.Library | None = None
+
+
+def join(rank: int, world_size: int, gpus_per_node: int) -> None:
+    """Become ``rank`` of ``world_size`` in torch.distributed's fake backend.
+
+    Only groups that hold this rank are created, as the others would never be used; the result of
+    ``new_group`` for the rest is what torch returns there as well.
+    """
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    _register_meta_collectives()
+    os.environ.update(
+        RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank % gpus_per_node)
+    )
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
+    dist.new_group = _own_groups_only(dist.new_group, rank)
+    dist.all_gather_object = _same_object_everywhere
+    dist.broadcast_object_list = lambda *args, **kwargs: None
+
+
+def _own_groups_only(new_group: Callable[..., Any], rank: int) -> Callable[..., Any]:
+    def create(ranks: list[int] | None = None, *args: Any, **kwargs: Any) -> Any:
+        if ranks is not None and rank not in ranks:
+            return dist.GroupMember.NON_GROUP_MEMBER
+        kwargs["backend"] = "fake"
+        kwargs.pop("pg_options", None)
+        return new_group(ranks, *args, **kwargs)
+
+    return create
+
+
+def _same_object_everywhere(object_list: list[Any], obj: Any, group: Any = None, **_: Any) -> None:
+    """``all_gather_object``: the virtual ranks hold what this one holds."""
+    object_list[:] = [obj] * len(object_list)
+
+
+def _register_meta_collectives() -> None:
+    """Coalesced collectives have no shape function in torch: nothing is computed, so none needed.
+
+    The others have one.
+    """
+    global _library
+    if _library is not None:
+        return
+    from torch._C._distributed_c10d import FakeWork
+
+    _library = torch.library.Library("c10d", "IMPL")
+    done = lambda *args, **kwargs: FakeWork().boxed()  # noqa: E731
+    _library.impl("reduce_scatter_tensor_coalesced_", done, "Meta")
+    _library.impl("allgather_into_tensor_coalesced_", done, "Meta")
+    _library.impl("allreduce_coalesced_", done, "Meta")
+
+
+class HostReads(TorchDispatchMode):
+    """Values that the host reads from the virtual device: real ones 1, others 0 or False.
+
+    So a gradient norm is 1 (clipping runs, as at the start of training), an optimizer's step
+    counter is past zero, and no flag (NaN found, overflow) is up.
+    """
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
+        """Answer scalar reads of fake tensors; pass everything else on."""
+        if func is torch.ops.aten._local_scalar_dense.default and isinstance(args[0], FakeTensor):
+            dtype = args[0].dtype
+            if dtype is torch.bool:
+                return False
+            return 1.0 if dtype.is_floating_point else 0
+        if func is torch.ops.aten.equal.default:
+            return True
+        return func(*args, **(kwargs or {}))
+
+
+@contextlib.contextmanager
+def no_storage() -> Iterator[FakeTensorMode]:
+    """Tensors have shapes but no storage, so that a stage of any size fits on this machine."""
+    registry.apply_all("no_storage")
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode, HostReads():
+        yield mode

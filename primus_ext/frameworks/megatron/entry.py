@@ -1,0 +1,67 @@
+"""The training entry point: from here on the program is observed instead of trained."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import inspect
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+from primus_ext.emulate import registry, session
+from primus_ext.frameworks.megatron import patches  # noqa: F401  (declares)
+from primus_ext.trace import RankTrace, to_plain
+
+SUPPORTED = ("0.19",)
+
+
+def install() -> None:
+    """Hook ``megatron.training.pretrain`` before the program can import it."""
+    registry.apply_all("megatron")
+    registry.apply_all("megatron_entry")
+
+
+@registry.patch("megatron.training.training", "pretrain", group="megatron_entry",
+                versions="megatron-core 0.19",
+                reason="the entry point: arguments are validated, nothing has been built yet")
+def _pretrain(module: ModuleType) -> None:
+    version = importlib.metadata.version("megatron-core")
+    original = module.pretrain
+
+    def pretrain(*args: Any, **kwargs: Any) -> None:
+        if not version.startswith(SUPPORTED):
+            raise session.ProgramError(
+                f"megatron-core {version} is not supported; supported: {', '.join(SUPPORTED)}"
+            )
+        project(original, inspect.signature(original).bind(*args, **kwargs))
+
+    module.pretrain = pretrain
+
+
+def project(original: Callable[..., Any], call: inspect.BoundArguments) -> None:
+    """Trace every distinct pipeline rank of the job and finish the session.
+
+    Args:
+        original: Megatron's own ``pretrain``.
+        call: The user's arguments to it.
+    """
+    from primus_ext.frameworks.megatron import plans, rank, roles
+
+    active = session.current()
+    try:
+        arguments = plans.arguments()
+        config = plans.transformer_config(call.arguments["cfg_container"])
+        stages = roles.distinct_stages(arguments, config)
+        traces: list[RankTrace] = []
+        for number, pp_ranks in enumerate(stages):
+            active.progress(number, len(stages), f"pipeline stage {pp_ranks[0]}")
+            traces.append(
+                active.in_fork(lambda pp_ranks=pp_ranks: rank.trace(original, call, pp_ranks))
+            )
+        active.progress(len(stages), len(stages), "composing")
+        plan = plans.read(arguments, config)
+        program = plans.program(active.request)
+    except session.ProgramError as error:
+        active.fail(session.EXIT_CONFIG, str(error))
+        return
+    active.finish(to_plain(plan), to_plain(program), [to_plain(t) for t in traces])

@@ -1,0 +1,126 @@
+"""Static tensors of a rank, and its process groups by short name."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.utils._pytree import tree_iter
+
+from primus_ext.observe.recorder import Recorder
+from primus_ext.trace import StaticMemory
+
+# Getter in megatron.core.parallel_state, arguments, short name.  The first name of a group wins.
+_GETTERS = (
+    ("get_tensor_model_parallel_group", {}, "tp"),
+    ("get_context_parallel_group", {}, "cp"),
+    ("get_expert_model_parallel_group", {}, "ep"),
+    ("get_expert_tensor_parallel_group", {}, "etp"),
+    ("get_expert_tensor_and_model_parallel_group", {}, "tp_ep"),
+    ("get_pipeline_model_parallel_group", {}, "pp"),
+    ("get_data_parallel_group", {}, "dp"),
+    ("get_data_parallel_group", {"with_context_parallel": True}, "dp_cp"),
+    ("get_expert_data_parallel_group", {}, "expert_dp"),
+    ("get_tensor_and_context_parallel_group", {}, "tp_cp"),
+    ("get_tensor_and_data_parallel_group", {"with_context_parallel": True}, "tp_dp_cp"),
+    ("get_model_parallel_group", {}, "mp"),
+    ("get_embedding_group", {}, "embd"),
+)
+
+
+def _named_groups() -> list[tuple[str, Any]]:
+    from megatron.core import parallel_state
+
+    found = []
+    for getter, kwargs, name in _GETTERS:
+        try:
+            group = getattr(parallel_state, getter)(**kwargs)
+        except AssertionError:  # this rank is not in such a group
+            continue
+        if group is not None and not isinstance(group, list):
+            found.append((name, group))
+    return found
+
+
+def group_names() -> dict[str, str]:
+    """torch's name of a process group to the short name of the project."""
+    names: dict[str, str] = {}
+    for name, group in _named_groups():
+        names.setdefault(group.group_name, name)
+    return names
+
+
+def all_groups() -> dict[str, tuple[int, ...]]:
+    """Global ranks of the groups of this rank, by short name."""
+    return {
+        name: tuple(dist.get_process_group_ranks(group)) for name, group in _named_groups()
+    }
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class StaticSizes:
+    """Sizes before the first microbatch; workspaces show up later."""
+
+    parameters: int
+    gradients: int
+    optimizer: int
+    live: int
+
+    def with_step(self, step_peak: int, recorder: Recorder) -> StaticMemory:
+        """Add what the microbatches and the step left behind, and the step's peak."""
+        static = self.parameters + self.gradients + self.optimizer
+        return StaticMemory(
+            parameters=self.parameters,
+            gradients=self.gradients,
+            optimizer=self.optimizer,
+            workspaces=recorder.memory.live - static,
+            step_peak_bytes=step_peak,
+        )
+
+
+def _bytes(tensors: Any, seen: set[int]) -> int:
+    """Bytes of distinct storages that were not seen before."""
+    size = 0
+    for tensor in tensors:
+        storage = tensor.untyped_storage()
+        if storage._cdata not in seen:
+            seen.add(storage._cdata)
+            size += storage.nbytes()
+    return size
+
+
+def static(recorder: Recorder, bare: list[Any], model: list[Any], optimizer: Any) -> StaticSizes:
+    """Split what lives between two steps into parameters, gradients and optimizer.
+
+    Args:
+        recorder: It has seen every allocation.
+        bare: Unwrapped model chunks.
+        model: Chunks in their data-parallel wrappers (their buffers hold the gradients).
+        optimizer: After its first step.
+    """
+    seen: set[int] = set()
+    buffers = [b for chunk in model for b in [*chunk.buffers, *chunk.expert_parallel_buffers]]
+    weights = [p.data for chunk in bare for p in chunk.parameters()]
+    weights += [b.param_data for b in buffers if b.param_data is not None]
+    weights += [b for chunk in bare for b in chunk.buffers()]
+    parameters = _bytes(weights, seen)
+    gradients = _bytes([b.grad_data for b in buffers], seen)
+    return StaticSizes(
+        parameters=parameters,
+        gradients=gradients,
+        optimizer=_bytes(_optimizer_tensors(optimizer), seen),
+        live=recorder.memory.live,
+    )
+
+
+def _optimizer_tensors(optimizer: Any) -> list[torch.Tensor]:
+    """Main parameters and states of every optimizer below a (chained) Megatron optimizer."""
+    found: list[torch.Tensor] = []
+    for member in getattr(optimizer, "chained_optimizers", [optimizer]):
+        inner = getattr(member, "optimizer", member)
+        for group in inner.param_groups:
+            found += [p.data for p in group["params"]]
+        found += [t for t in tree_iter(list(inner.state.values())) if isinstance(t, torch.Tensor)]
+    return found

@@ -1,0 +1,48 @@
+"""What must be different in megatron-core while a rank is emulated (group ``megatron``)."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from types import ModuleType
+from typing import Any
+
+from primus_ext.emulate import fused
+from primus_ext.emulate.registry import patch
+
+_CORE = "megatron-core 0.19"
+
+
+@patch("megatron.core.jit", "jit_fuser", group="megatron", versions=_CORE,
+       reason="a function that torch.compile fuses is one kernel; eager execution shows several")
+def _jit_fuser(module: ModuleType) -> None:
+    module.jit_fuser = fused.as_one_kernel
+
+
+@contextlib.contextmanager
+def _same_state(*_args: Any, **_kwargs: Any) -> Iterator[None]:
+    yield
+
+
+@patch("megatron.core.tensor_parallel.random", "CudaRNGStatesTracker.fork", "_fork_rng",
+       "_get_all_rng_states", "_set_all_rng_states", group="megatron", versions=_CORE,
+       reason="random states of tensors without storage neither exist nor matter")
+def _random_states(module: ModuleType) -> None:
+    module.CudaRNGStatesTracker.fork = _same_state
+    module._fork_rng = _same_state
+    module._get_all_rng_states = lambda: ()
+    module._set_all_rng_states = lambda *_states: None
+
+
+@patch("megatron.core.optimizer.optimizer",
+       "MixedPrecisionOptimizer._unscale_main_grads_and_check_for_nan",
+       group="megatron", versions=_CORE,
+       reason="the overflow flag is a float that the host reads; there is never an overflow")
+def _no_overflow(module: ModuleType) -> None:
+    check = module.MixedPrecisionOptimizer._unscale_main_grads_and_check_for_nan
+
+    def never(self: Any) -> bool:
+        check(self)
+        return False
+
+    module.MixedPrecisionOptimizer._unscale_main_grads_and_check_for_nan = never

@@ -1,0 +1,149 @@
+"""Read the plan of a job from Megatron's validated arguments and transformer config."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+from pathlib import Path
+from typing import Any
+
+from primus_ext import __version__
+from primus_ext.frameworks.megatron import roles
+from primus_ext.plan import Batch, Model, Parallelism, Plan, Precision, ProgramRef, Recompute
+
+_PACKAGES = ("torch", "megatron-core", "transformer-engine", "hydra-core")
+_FLAGS = (
+    "transformer_impl", "cross_entropy_loss_fusion", "cross_entropy_fusion_impl",
+    "moe_token_dispatcher_type", "moe_grouped_gemm", "moe_permute_fusion", "moe_router_fusion",
+    "moe_shared_expert_overlap", "overlap_moe_expert_parallel_comm", "tp_comm_overlap",
+    "gradient_accumulation_fusion", "attention_backend", "use_megatron_fsdp", "use_torch_fsdp2",
+    "cp_comm_type", "account_for_embedding_in_pipeline_split",
+    "account_for_loss_in_pipeline_split", "optimizer_cpu_offload", "fp8_param_gather",
+    "use_precision_aware_optimizer", "data_parallel_sharding_strategy",
+    "num_distributed_optimizer_instances", "delay_wgrad_compute", "cuda_graph_impl",
+)  # fmt: skip
+
+
+def arguments() -> Any:
+    """Megatron's global, validated arguments."""
+    from megatron.training import get_args
+
+    return get_args()
+
+
+def transformer_config(cfg_container: Any) -> Any:
+    """The transformer config of the model that the program builds."""
+    from megatron.core.transformer import TransformerConfig
+
+    model = getattr(cfg_container, "model", None)
+    for candidate in (model, getattr(model, "transformer", None)):
+        if isinstance(candidate, TransformerConfig):
+            return candidate
+    from megatron.training.arguments import core_transformer_config_from_args
+
+    return core_transformer_config_from_args(arguments())
+
+
+def read(args: Any, config: Any) -> Plan:
+    """The plan of the job.
+
+    Args:
+        args: Validated Megatron arguments.
+        config: Its transformer config.
+    """
+    parallelism = _parallelism(args, config)
+    return Plan(
+        model=_model(args, config),
+        parallelism=parallelism,
+        batch=Batch(
+            mbs=args.micro_batch_size,
+            gbs=args.global_batch_size,
+            seq=args.seq_length,
+            dp=parallelism.dp,
+        ),
+        precision=_precision(args),
+        recompute=Recompute(
+            granularity=args.recompute_granularity or "none",
+            method=args.recompute_method or "",
+            num_layers=args.recompute_num_layers or 0,
+            modules=tuple(config.recompute_modules or ())
+            if args.recompute_granularity == "selective"
+            else (),
+        ),
+        optimizer=args.optimizer,
+        schedule="interleaved" if parallelism.vpp > 1 else "1f1b",
+        flags={
+            name: getattr(args, name)
+            for name in _FLAGS
+            if isinstance(getattr(args, name, None), (bool, int, float, str))
+        },
+    )
+
+
+def _parallelism(args: Any, config: Any) -> Parallelism:
+    pp, vpp = args.pipeline_model_parallel_size, args.virtual_pipeline_model_parallel_size or 1
+    return Parallelism(
+        world_size=args.world_size,
+        tp=args.tensor_model_parallel_size,
+        pp=pp,
+        vpp=vpp,
+        cp=args.context_parallel_size,
+        ep=args.expert_model_parallel_size,
+        etp=args.expert_tensor_parallel_size or args.tensor_model_parallel_size,
+        sequence_parallel=args.sequence_parallel,
+        distributed_optimizer=args.use_distributed_optimizer,
+        overlap_grad_reduce=args.overlap_grad_reduce,
+        overlap_param_gather=args.overlap_param_gather,
+        overlap_p2p=bool(config.overlap_p2p_comm),
+        layers_per_stage=tuple(
+            tuple(len(roles.chunk_layers(config, stage, chunk)) for chunk in range(vpp))
+            for stage in range(pp)
+        ),
+    )
+
+
+def _precision(args: Any) -> Precision:
+    params = "bf16" if args.bf16 else "fp16" if args.fp16 else "fp32"
+    compute, recipe = params, ""
+    if args.fp8:
+        compute, recipe = "fp8", str(args.fp8_recipe)
+    if getattr(args, "fp4", None):
+        compute, recipe = "fp4", str(args.fp4_recipe)
+    grads = "fp32" if args.accumulate_allreduce_grads_in_fp32 else params
+    return Precision(compute=compute, recipe=recipe, params=params, grads=grads)
+
+
+def _model(args: Any, config: Any) -> Model:
+    return Model(
+        name=str(getattr(args, "model_name", "") or ""),
+        num_layers=config.num_layers,
+        hidden_size=config.hidden_size,
+        ffn_hidden_size=config.ffn_hidden_size,
+        num_heads=config.num_attention_heads,
+        num_kv_heads=config.num_query_groups or config.num_attention_heads,
+        head_dim=config.kv_channels,
+        vocab_size=args.vocab_size or args.padded_vocab_size,
+        num_experts=config.num_moe_experts or 0,
+        topk=config.moe_router_topk if config.num_moe_experts else 0,
+        moe_ffn_hidden_size=(config.moe_ffn_hidden_size or 0) if config.num_moe_experts else 0,
+        mtp_layers=config.mtp_num_layers or 0,
+        framework_class=type(config).__name__,
+    )
+
+
+def program(request: dict[str, Any]) -> ProgramRef:
+    """The program that a plan came from: its command, the hash of its script, versions."""
+    script = Path(request["cwd"]) / (request.get("script") or "")
+    code = script.read_bytes() if script.is_file() else b""
+    versions = {"primus-ext": __version__}
+    for package in _PACKAGES:
+        try:
+            versions[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            versions[package] = "absent"
+    return ProgramRef(
+        argv=(request.get("script") or f"-m {request['module']}", *request["args"]),
+        cwd=request["cwd"],
+        code_sha256=hashlib.sha256(code).hexdigest(),
+        versions=versions,
+    )

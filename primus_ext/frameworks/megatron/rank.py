@@ -1,0 +1,156 @@
+"""Run one rank of the job up to its training loop and record one microbatch and one step."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+from primus_ext.emulate import session, virtual_world
+from primus_ext.frameworks.megatron import memory, microbatch, parts, plans, roles
+from primus_ext.observe.recorder import Recorder
+from primus_ext.observe.scopes import Scopes
+from primus_ext.trace import Bucket, RankTrace
+
+
+class _Recorded(BaseException):
+    """Leaves Megatron's ``pretrain`` with the trace; not an Exception, so nobody handles it."""
+
+    def __init__(self, trace: RankTrace) -> None:
+        super().__init__("recorded")
+        self.trace = trace
+
+
+def trace(
+    original: Callable[..., Any], call: inspect.BoundArguments, pp_ranks: tuple[int, ...]
+) -> RankTrace:
+    """Be the first rank of pipeline stage ``pp_ranks[0]``; meant to run in a fork.
+
+    Megatron's own ``pretrain`` builds the model and the optimizer; where it would build data sets
+    nothing is built, where it would train the recording runs.
+
+    Args:
+        original: Megatron's ``pretrain``.
+        call: The user's arguments to it.
+        pp_ranks: Pipeline ranks that hold the same modules.
+    """
+    import megatron.training.initialize as initialization
+    import megatron.training.training as training
+
+    args = plans.arguments()
+    rank = roles.global_rank(pp_ranks[0], args)
+    local_size = int(session.current().request["gpus_per_node"])
+    args.rank, args.local_rank = rank, rank % local_size
+    _forget_outputs(args, call.arguments["cfg_container"])
+    virtual_world.join(rank, args.world_size, local_size)
+
+    recorder = Recorder({})
+    initialize, setup = training.initialize_megatron, training.setup_model_and_optimizer
+    world = contextlib.ExitStack()
+
+    def setup_in_world(*a: Any, **k: Any) -> Any:
+        recorder.group_names.update(memory.group_names())
+        world.enter_context(virtual_world.no_storage())
+        world.enter_context(recorder)
+        return setup(*a, **k)
+
+    def record(forward_step_func: Any, model: Any, optimizer: Any, *a: Any, **k: Any) -> None:
+        raise _Recorded(_record(recorder, forward_step_func, model, optimizer, rank, pp_ranks))
+
+    def no_data(*_: Any, **__: Any) -> tuple[None, None, None]:
+        args.do_train, args.do_valid, args.do_test = True, False, False
+        return None, None, None
+
+    initialization._compile_dependencies = lambda: None  # the data set index builder
+    training.initialize_megatron = lambda *a, **k: initialize(*a, **{**k, "allow_no_cuda": True})
+    training.setup_model_and_optimizer = setup_in_world
+    training.set_jit_fusion_options = lambda *a, **k: None  # warms kernels up, changes nothing
+    training.build_train_valid_test_data_iterators = no_data
+    training.train = record
+    try:
+        original(*call.args, **call.kwargs)
+    except _Recorded as done:
+        return done.trace
+    raise session.ProgramError("megatron.training.pretrain returned without training anything")
+
+
+def _forget_outputs(args: Any, cfg_container: Any) -> None:
+    """No checkpoint is read or written, no tracker is started."""
+    for name in ("load", "save", "pretrained_checkpoint", "tensorboard_dir", "wandb_project",
+                 "wandb_save_dir", "ckpt_convert_format"):  # fmt: skip
+        if hasattr(args, name):
+            setattr(args, name, None)
+        for section in vars(cfg_container).values():
+            if hasattr(section, name):
+                with contextlib.suppress(AttributeError, TypeError):
+                    setattr(section, name, None)
+    args.enable_one_logger = False
+
+
+def _record(
+    recorder: Recorder,
+    forward_step_func: Callable[..., Any],
+    model: list[Any],
+    optimizer: Any,
+    rank: int,
+    pp_ranks: tuple[int, ...],
+) -> RankTrace:
+    """The recording itself, in place of Megatron's training loop."""
+    from megatron.core.rerun_state_machine import get_rerun_state_machine
+    from megatron.core.utils import get_model_config, unwrap_model
+
+    args = plans.arguments()
+    config = get_model_config(model[0])
+    config.timers = None
+    config.grad_scale_func = optimizer.scale_loss
+    bare = unwrap_model(model)
+    for chunk in model:
+        chunk.train()
+    get_rerun_state_machine().should_run_forward_backward(None)
+    optimizer.step()  # the first step makes the optimizer's state
+    static = memory.static(recorder, bare, model, optimizer)
+    scopes = [Scopes(recorder, parts.parts(chunk)) for chunk in bare]
+    chunks = tuple(
+        microbatch.record(recorder, forward_step_func, model, index, scopes[index], config)
+        for index in range(len(model))
+    )
+    step, step_peak = microbatch.record_step(recorder, model, optimizer, config)
+    local, total, active = parts.counts(bare, args, config)
+    return RankTrace(
+        rank=rank,
+        pp_ranks=pp_ranks,
+        groups={**memory.all_groups(), **recorder.groups_seen},
+        ops=tuple(recorder.ops),
+        chunks=chunks,
+        step=step,
+        buckets=_buckets(model, recorder),
+        parameters=local,
+        global_parameters=total,
+        active_parameters=active,
+        static=static.with_step(step_peak, recorder),
+    )
+
+
+def _buckets(model: list[Any], recorder: Recorder) -> tuple[Bucket, ...]:
+    """Every gradient bucket of the data-parallel wrapper, in the order of the forward."""
+    found = []
+    for index, chunk in enumerate(model):
+        for buffer in [*chunk.buffers, *chunk.expert_parallel_buffers]:
+            group = recorder.group_names.get(
+                buffer.data_parallel_group.group_name, buffer.data_parallel_group.group_desc
+            )
+            for bucket in buffer.buckets:
+                grads, params = bucket.grad_data, bucket.param_data
+                found.append(
+                    Bucket(
+                        parameters=sum(p.numel() for p in bucket.params_list),
+                        group=group,
+                        grad_bytes=grads.numel() * grads.element_size(),
+                        param_bytes=0
+                        if params is None
+                        else params.numel() * params.element_size(),
+                        chunk=index,
+                    )
+                )
+    return tuple(found)

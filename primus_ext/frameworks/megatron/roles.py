@@ -1,0 +1,84 @@
+"""Which ranks do the same work: pipeline ranks are grouped by the layers that they hold."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from primus_ext.emulate.session import ProgramError
+
+
+def layer_is_moe(config: Any) -> tuple[bool, ...]:
+    """For each transformer layer, whether it is a mixture of experts."""
+    layers = config.num_layers
+    if not config.num_moe_experts:
+        return (False,) * layers
+    frequency = config.moe_layer_freq
+    if isinstance(frequency, int):
+        return tuple(index % frequency == 0 for index in range(layers))
+    return tuple(bool(f) for f in frequency)
+
+
+def stage_chunks(config: Any, pp_rank: int) -> list[tuple[str, ...]]:
+    """What each model chunk of a pipeline rank holds, in order, as names of kinds of layers.
+
+    Megatron's own functions say how many layers a chunk has and where it starts.
+
+    Raises:
+        ProgramError: Megatron can't split the layers like this.
+    """
+    pp, vpp = config.pipeline_model_parallel_size, config.virtual_pipeline_model_parallel_size
+    moe = layer_is_moe(config)
+    chunks = []
+    for chunk in range(vpp or 1):
+        layers = [
+            "moe" if moe[i] else "dense" for i in chunk_layers(config, pp_rank, chunk)
+        ]
+        first = pp_rank == 0 and chunk == 0
+        last = pp_rank == pp - 1 and chunk == (vpp or 1) - 1
+        chunks.append((*(["embedding"] if first else []), *layers, *(["output"] if last else [])))
+    return chunks
+
+
+def chunk_layers(config: Any, pp_rank: int, chunk: int) -> range:
+    """Global indices of the transformer layers of one chunk.
+
+    Raises:
+        ProgramError: the layers can't be split over the stages.
+    """
+    from megatron.core.transformer.enums import LayerType
+    from megatron.core.transformer.transformer_block import get_num_layers_to_build
+    from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
+
+    layout = config.pipeline_model_parallel_layout
+    vpp = config.virtual_pipeline_model_parallel_size
+    vp_stage = chunk if vpp else None
+    try:
+        if layout is not None:
+            stages = [column for chunks in zip(*layout.layout, strict=True) for column in chunks]
+            counts = [stage.count(LayerType.decoder) for stage in stages]
+            index = chunk * config.pipeline_model_parallel_size + pp_rank
+            start = sum(counts[:index])
+            return range(start, start + counts[index])
+        count = get_num_layers_to_build(config, vp_stage=vp_stage, pp_rank=pp_rank)
+        start = get_transformer_layer_offset(config, vp_stage=vp_stage, pp_rank=pp_rank)
+    except (AssertionError, ValueError) as error:
+        raise ProgramError(
+            f"num_layers={config.num_layers} can't be split over "
+            f"pp={config.pipeline_model_parallel_size} stages: {error}"
+        ) from error
+    return range(start, start + count)
+
+
+def distinct_stages(arguments: Any, config: Any) -> list[tuple[int, ...]]:
+    """Pipeline ranks grouped by what they hold; the first of each group is run."""
+    groups: dict[tuple, list[int]] = {}
+    for pp_rank in range(config.pipeline_model_parallel_size):
+        groups.setdefault(tuple(stage_chunks(config, pp_rank)), []).append(pp_rank)
+    return [tuple(members) for members in groups.values()]
+
+
+def global_rank(pp_rank: int, arguments: Any) -> int:
+    """The rank with tp, cp and dp rank 0 in a pipeline stage (orders tp-cp-ep-dp-pp, -pp-dp)."""
+    if arguments.use_tp_pp_dp_mapping:
+        return pp_rank * arguments.tensor_model_parallel_size * arguments.context_parallel_size
+    return pp_rank * (arguments.world_size // arguments.pipeline_model_parallel_size)

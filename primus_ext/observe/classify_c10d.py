@@ -1,0 +1,75 @@
+"""Collectives, from the c10d ops that torch.distributed dispatches."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch.utils._pytree import tree_iter
+
+from primus_ext.observe.specs import dtype_name, spec
+from primus_ext.trace import Collective, CollectiveKind, Family, Op
+
+if TYPE_CHECKING:
+    from primus_ext.observe.recorder import Recorder
+
+# op -> (kind, index of the argument that is the whole buffer, index of the process group)
+_OPS = {
+    "c10d.allreduce_": (CollectiveKind.ALL_REDUCE, 0, 1),
+    "c10d.allreduce_coalesced_": (CollectiveKind.ALL_REDUCE, 0, 1),
+    "c10d.reduce_": (CollectiveKind.ALL_REDUCE, 0, 1),
+    "c10d.broadcast_": (CollectiveKind.BROADCAST, 0, 1),
+    "c10d.allgather_": (CollectiveKind.ALL_GATHER, 0, 2),
+    "c10d._allgather_base_": (CollectiveKind.ALL_GATHER, 0, 2),
+    "c10d.allgather_into_tensor_coalesced_": (CollectiveKind.ALL_GATHER, 0, 2),
+    "c10d.reduce_scatter_": (CollectiveKind.REDUCE_SCATTER, 1, 2),
+    "c10d._reduce_scatter_base_": (CollectiveKind.REDUCE_SCATTER, 1, 2),
+    "c10d.reduce_scatter_tensor_coalesced_": (CollectiveKind.REDUCE_SCATTER, 1, 2),
+    "c10d.alltoall_base_": (CollectiveKind.ALL_TO_ALL, 1, 2),
+    "c10d.alltoall_": (CollectiveKind.ALL_TO_ALL, 1, 2),
+    "c10d.send": (CollectiveKind.SEND_RECV, 0, 1),
+    "c10d.recv_": (CollectiveKind.SEND_RECV, 0, 1),
+    "c10d.barrier": (CollectiveKind.BARRIER, 0, 1),
+}
+
+
+class UnknownCollective(RuntimeError):
+    """A collective that no price exists for; refused rather than dropped."""
+
+
+def group_of(boxed: Any, recorder: Recorder) -> str:
+    """Short name of a process group; notes its ranks."""
+    group = dist.ProcessGroup.unbox(boxed)
+    name = recorder.group_names.get(group.group_name) or group.group_desc.lower()
+    if name not in recorder.groups_seen:
+        recorder.groups_seen[name] = tuple(dist.get_process_group_ranks(group))
+    return name
+
+
+def classify(name: str, func: Any, args: tuple, kwargs: dict, recorder: Recorder) -> Op | None:
+    """The collective behind one c10d dispatch; None for what costs nothing.
+
+    Raises:
+        UnknownCollective: the op is not in the table.
+    """
+    if name not in _OPS:
+        raise UnknownCollective(f"collective {name} is not known to the recorder")
+    kind, buffer_at, group_at = _OPS[name]
+    group = group_of(args[group_at], recorder)
+    if len(recorder.groups_seen[group]) == 1 or kind is CollectiveKind.BARRIER:
+        return None
+    buffers = [t for t in tree_iter(args[buffer_at]) if isinstance(t, torch.Tensor)]
+    names = [a.name for a in func._schema.arguments]
+    position = names.index("async_op") if "async_op" in names else -1
+    asynchronous = bool(
+        kwargs.get("async_op", args[position] if 0 <= position < len(args) else False)
+    )
+    size = sum(t.numel() * t.element_size() for t in buffers)
+    dtype = dtype_name(buffers[0].dtype)
+    family = Family.P2P if kind is CollectiveKind.SEND_RECV else Family.COLLECTIVE
+    return Op(
+        name=name, family=family, inputs=tuple(spec(t) for t in buffers), outputs=(), flops=0,
+        bytes=0, collective=Collective(kind=kind, group=group, bytes=size, dtype=dtype,
+                                       asynchronous=asynchronous),
+    )  # fmt: skip

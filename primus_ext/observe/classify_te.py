@@ -1,0 +1,1 @@
+"""Ops of the stand-in of Transformer Engine's compiled extension."""

@@ -1,0 +1,167 @@
+"""Record the ops, collectives and live tensor bytes of one rank, with real or fake tensors.
+
+The recorder is a :class:`TorchDispatchMode`: it sees every op of forward, backward and optimizer
+below autograd, so nothing depends on how a framework organises its modules.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
+
+from primus_ext.observe import classify
+from primus_ext.trace import Call, Op, ScopeKind
+
+_current: list[Recorder] = []
+
+
+def current() -> Recorder | None:
+    """The recorder that is active in this process, if any."""
+    return _current[-1] if _current else None
+
+
+class LiveBytes:
+    """Bytes of live tensor storages, exact, with the highest point since :meth:`reset_peak`."""
+
+    def __init__(self) -> None:
+        self.live = 0
+        self.peak = 0
+        self._storages: dict[int, tuple[weakref.ref, int]] = {}
+
+    def track(self, tensor: torch.Tensor) -> None:
+        """Count the storage of ``tensor`` from now until it is freed."""
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key in self._storages:
+            return
+        size = storage.nbytes()
+
+        def freed(_: Any, key: int = key, size: int = size) -> None:
+            self._storages.pop(key, None)
+            self.live -= size
+
+        self._storages[key] = (weakref.ref(storage, freed), size)
+        self.live += size
+        self.peak = max(self.peak, self.live)
+
+    def reset_peak(self) -> None:
+        """Start a new peak at what is live now."""
+        self.peak = self.live
+
+
+class Recorder(TorchDispatchMode):
+    """Ops are interned by signature; calls are listed in order under scope, phase and module."""
+
+    def __init__(self, group_names: dict[str, str]) -> None:
+        """Start with an empty record.
+
+        Args:
+            group_names: torch's unique process-group name to the short name (tp, dp, ...).
+        """
+        super().__init__()
+        self.group_names = group_names
+        self.groups_seen: dict[str, tuple[int, ...]] = {}
+        self.memory = LiveBytes()
+        self.ops: list[Op] = []
+        self._index: dict[Op, int] = {}
+        self.calls: list[tuple[ScopeKind, str, Call]] = []
+        self.scope: tuple[ScopeKind, str] = (ScopeKind.OTHER, "")
+        self.phase = "forward"
+        self.modules: list[str] = []
+        self.recording = False
+        self._fused_depth = 0
+        self._fused_made: list[weakref.ref] = []
+
+    def __enter__(self) -> Recorder:
+        _current.append(self)
+        super().__enter__()
+        return self
+
+    def __exit__(self, *exc: Any) -> None:
+        super().__exit__(*exc)
+        _current.remove(self)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        if func.namespace == "prim" or getattr(func, "is_view", False):
+            return out
+        produced = [t for t in tree_iter(out) if isinstance(t, torch.Tensor)]
+        if self._fused_depth:
+            self._fused_made += [weakref.ref(t) for t in produced]
+            return out
+        for tensor in produced:
+            self.memory.track(tensor)
+        if self.recording:
+            found = classify.classify(func, args, kwargs, produced, self)
+            if found is not None:
+                self._append(found)
+        return out
+
+    def _append(self, op: Op) -> None:
+        index = self._index.get(op)
+        if index is None:
+            index = self._index[op] = len(self.ops)
+            self.ops.append(op)
+        kind, name = self.scope
+        module = self.modules[-1] if self.modules else ""
+        prefix = f"{name}."
+        module = module[len(prefix) :] if module.startswith(prefix) else module
+        self.calls.append((kind, name, Call(op=index, phase=self.phase, module=module)))
+
+    @contextlib.contextmanager
+    def fused(self, name: str, inputs: list[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
+        """Everything inside is one device kernel: inputs read once, outputs written once.
+
+        Yields a list that the caller fills with the outputs.  Intermediate tensors never exist on
+        the device; those that survive (saved for backward) are counted at the end.
+        """
+        outputs: list[torch.Tensor] = []
+        self._fused_depth += 1
+        try:
+            yield outputs
+        finally:
+            self._fused_depth -= 1
+        if self._fused_depth:
+            return
+        for ref in self._fused_made:
+            tensor = ref()
+            if tensor is not None:
+                self.memory.track(tensor)
+        self._fused_made.clear()
+        for tensor in outputs:
+            self.memory.track(tensor)
+        if self.recording:
+            self._append(classify.memory_op(f"fused.{name}", inputs, outputs))
+
+    @contextlib.contextmanager
+    def silent(self) -> Iterator[None]:
+        """Host-side work: neither ops nor bytes are recorded."""
+        recording, self.recording = self.recording, False
+        self._fused_depth += 1
+        try:
+            yield
+        finally:
+            self._fused_depth -= 1
+            self._fused_made.clear()
+            self.recording = recording
+
+    @contextlib.contextmanager
+    def collect(self, phase: str) -> Iterator[list[tuple[ScopeKind, str, Call]]]:
+        """Record calls of ``phase`` into the yielded list."""
+        previous = self.calls, self.phase, self.recording, self.scope
+        self.calls, self.phase, self.recording = [], phase, True
+        self.scope = (ScopeKind.OTHER, "")
+        mine = self.calls
+        try:
+            yield mine
+        finally:
+            self.calls, self.phase, self.recording, self.scope = previous
