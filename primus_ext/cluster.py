@@ -27,7 +27,8 @@ class Accelerator:
     multi_processors: int
     """SMs or CUs."""
     peak_flops: dict[str, Figure]
-    """Dense peak by dtype: fp32, tf32, bf16, fp16, fp8, fp4; what is absent is not supported."""
+    """Dense peak by number format of the operands: fp32, tf32, bf16, fp16, fp8 (per-tensor scales),
+    fp8_block, mxfp8, nvfp4; what is absent is not supported."""
     gemm_efficiency: dict[str, Figure]
     """Share of the peak that large training GEMMs reach, by dtype."""
     attention_efficiency: dict[str, Figure]
@@ -40,12 +41,21 @@ class Accelerator:
     scale_up_bandwidth: Figure
     """Bytes/s per GPU and direction inside the scale-up domain."""
     scale_up_topology: str
-    """switch or mesh."""
+    """switch, or mesh: every pair has a link of its own, 1/(scale_up_gpus - 1) of the bandwidth."""
+    scale_up_gpus: int
+    """Most GPUs that one scale-up domain joins."""
     scale_up_efficiency: dict[str, Figure]
-    """Share of it reached by large collectives, by kind (default key ``all``)."""
+    """Share of it reached by large collectives, by kind (default key ``all``); ``kind/n`` is for
+    groups of n GPUs and fewer than the next n that is listed."""
     scale_up_latency_s: Figure
+    """One hop of a collective."""
     context_bytes: Figure
     """Device memory that the driver context and libraries take outside the tensor allocator."""
+    communicator_bytes: Figure
+    """Device memory that the collective library takes for one process group."""
+    residuals: dict[str, Figure]
+    """How far single operators lie from the model, as the half width of the central 80 % of
+    ln(measured/modelled), by kind of work: gemm, attention, memory, communication."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,6 +72,7 @@ class Cluster:
     """Bytes/s per GPU and direction between nodes."""
     nic_efficiency: Figure
     nic_latency_s: Figure
+    """One hop between nodes."""
 
     @property
     def world_size(self) -> int:

@@ -1,1 +1,1 @@
-"""Price one op or collective on an accelerator of a cluster."""
+"""Duration of an op or a collective on a target that may not exist here."""

@@ -17,6 +17,7 @@ caching allocator (all zero).
 from __future__ import annotations
 
 import dataclasses
+import logging
 import os
 import sys
 
@@ -104,6 +105,7 @@ def enable_cpu_training() -> bool:
         os.environ.setdefault(key, value)
     if "MASTER_PORT" not in os.environ:
         os.environ["MASTER_PORT"] = str(_free_port())
+    logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)  # misses CUDA
     install(_cpu_profile())
     if not _transformer_engine_usable():
         sys.modules["transformer_engine"] = None  # type: ignore[assignment]

@@ -114,7 +114,7 @@ class Recorder(TorchDispatchMode):
         kind, name = self.scope
         module = self.modules[-1] if self.modules else ""
         prefix = f"{name}."
-        module = module[len(prefix) :] if module.startswith(prefix) else module
+        module = "" if module == name else module.removeprefix(prefix)
         self.calls.append((kind, name, Call(op=index, phase=self.phase, module=module)))
 
     @contextlib.contextmanager

@@ -9,7 +9,7 @@ from types import ModuleType
 from typing import Any
 
 from primus_ext.emulate import registry, session
-from primus_ext.frameworks.megatron import patches  # noqa: F401  (declares)
+from primus_ext.frameworks.megatron import patches, routing  # noqa: F401  (declare)
 from primus_ext.trace import RankTrace, to_plain
 
 SUPPORTED = ("0.19",)

@@ -7,8 +7,8 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
-from primus_ext.emulate import session, virtual_world
-from primus_ext.frameworks.megatron import memory, microbatch, parts, plans, roles
+from primus_ext.emulate import session, tripwire, virtual_world
+from primus_ext.frameworks.megatron import memory, microbatch, parts, plans, probe, roles
 from primus_ext.observe.recorder import Recorder
 from primus_ext.observe.scopes import Scopes
 from primus_ext.trace import Bucket, RankTrace
@@ -69,7 +69,8 @@ def trace(
     training.build_train_valid_test_data_iterators = no_data
     training.train = record
     try:
-        original(*call.args, **call.kwargs)
+        with tripwire.allowed():  # the steps are ours, on tensors without storage
+            original(*call.args, **call.kwargs)
     except _Recorded as done:
         return done.trace
     raise session.ProgramError("megatron.training.pretrain returned without training anything")
@@ -116,19 +117,21 @@ def _record(
         for index in range(len(model))
     )
     step, step_peak = microbatch.record_step(recorder, model, optimizer, config)
+    sizes = static.with_step(step_peak, recorder)
+    ops = probe.labelled_ops(recorder, forward_step_func, model, bare, scopes, config, chunks)
     local, total, active = parts.counts(bare, args, config)
     return RankTrace(
         rank=rank,
         pp_ranks=pp_ranks,
         groups={**memory.all_groups(), **recorder.groups_seen},
-        ops=tuple(recorder.ops),
+        ops=ops,
         chunks=chunks,
         step=step,
         buckets=_buckets(model, recorder),
         parameters=local,
         global_parameters=total,
         active_parameters=active,
-        static=static.with_step(step_peak, recorder),
+        static=sizes,
     )
 
 

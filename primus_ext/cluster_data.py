@@ -1,0 +1,110 @@
+"""Read accelerators from ``hydra_conf/accelerator/*.yaml`` and make target clusters of them."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from primus_ext.cluster import Accelerator, Cluster, Figure
+from primus_ext.conf_dir import hydra_conf_dir
+
+_PLAIN = ("name", "vendor", "arch", "multi_processors", "scale_up_topology", "scale_up_gpus")
+_FIGURES = ("hbm_bytes", "hbm_bandwidth", "hbm_efficiency", "kernel_launch_s",
+            "scale_up_bandwidth", "scale_up_latency_s", "context_bytes",
+            "communicator_bytes")  # fmt: skip
+_TABLES = ("peak_flops", "gemm_efficiency", "attention_efficiency", "scale_up_efficiency",
+           "residuals")  # fmt: skip
+_NETWORK = ("nic_bandwidth", "nic_efficiency", "nic_latency_s")
+
+
+class ClusterError(ValueError):
+    """A target that can't be built or can't do what is asked; the message is one sentence."""
+
+
+def accelerator_names() -> list[str]:
+    """Names that :func:`load_cluster` knows, sorted."""
+    return sorted(path.stem for path in _folder().glob("*.yaml"))
+
+
+def load_accelerator(name: str) -> Accelerator:
+    """The accelerator ``name``, each figure with its source.
+
+    Raises:
+        ClusterError: No such accelerator.
+    """
+    return _load(_checked(name))[0]
+
+
+def load_cluster(name: str, nodes: int, gpus_per_node: int) -> Cluster:
+    """A target of ``nodes`` hosts with ``gpus_per_node`` accelerators each.
+
+    Args:
+        name: Accelerator, e.g. ``h100``.
+        nodes: Hosts.
+        gpus_per_node: GPUs of a host; they form one scale-up domain.
+
+    Raises:
+        ClusterError: Unknown accelerator, or a size that does not exist.
+    """
+    accelerator, network = _load(_checked(name))
+    _positive("nodes", nodes)
+    _positive("gpus_per_node", gpus_per_node)
+    if gpus_per_node > accelerator.scale_up_gpus:
+        raise ClusterError(
+            f"gpus_per_node={gpus_per_node} is not legal for {accelerator.name}: a host joins at "
+            f"most {accelerator.scale_up_gpus} GPUs"
+        )
+    return Cluster(
+        name=f"{name}_{nodes}x{gpus_per_node}",
+        accelerator=accelerator,
+        nodes=nodes,
+        gpus_per_node=gpus_per_node,
+        scale_up_domain=gpus_per_node,
+        **network,
+    )
+
+
+def _positive(key: str, value: Any) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ClusterError(f"{key}={value} is not legal: it must be a positive integer")
+
+
+def _checked(name: str) -> str:
+    """``name`` if there is a file for it; the accelerators there are, otherwise."""
+    known = accelerator_names()
+    if name not in known:
+        raise ClusterError(f"accelerator={name} is not known: legal are {', '.join(known)}")
+    return name
+
+
+def _folder() -> Path:
+    return hydra_conf_dir() / "accelerator"
+
+
+@functools.lru_cache(maxsize=32)
+def _load(name: str) -> tuple[Accelerator, dict[str, Figure]]:
+    path = _folder() / f"{name}.yaml"
+    raw = yaml.safe_load(path.read_text(encoding="utf-8"))
+    try:
+        accelerator = Accelerator(
+            **{key: raw[key] for key in _PLAIN},
+            compute_capability=(raw["compute_capability"][0], raw["compute_capability"][1]),
+            **{key: _figure(raw[key]) for key in _FIGURES},
+            **{key: {k: _figure(v) for k, v in raw[key].items()} for key in _TABLES},
+        )
+        network = {key: _figure(raw["network"][key]) for key in _NETWORK}
+    except (KeyError, TypeError, ValueError) as error:
+        raise ClusterError(f"{path.name} is not a description of an accelerator: {error!r}") \
+            from error
+    return accelerator, network
+
+
+def _figure(entry: dict[str, Any]) -> Figure:
+    """A number with its source; neither may be missing."""
+    value, source = float(entry["value"]), str(entry["source"])
+    if not source:
+        raise ValueError("a figure without source")
+    return Figure(value=value, source=source)

@@ -1,0 +1,47 @@
+"""The one door to the prices."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from primus_ext.cluster import Cluster
+from primus_ext.cost import attention, collectives, gemm, memory_bound
+from primus_ext.cost.priced import FREE, CostError, Priced
+from primus_ext.trace import Collective, Family, Op
+
+_MATRIX = (Family.GEMM, Family.GROUPED_GEMM)
+_TRAFFIC = (Family.MEMORY, Family.QUANTIZE)
+
+
+class CostModel:
+    """Durations of ops and collectives on one cluster, from published figures."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        """Price for ``cluster``."""
+        self.cluster = cluster
+
+    def op_seconds(self, op: Op) -> Priced:
+        """Seconds that one execution of ``op`` keeps the device busy.
+
+        Raises:
+            CostError: The op has no price, or is a collective (they need their group).
+            ClusterError: The accelerator lacks the precision.
+        """
+        accelerator = self.cluster.accelerator
+        if op.family in _MATRIX:
+            return gemm.price(accelerator, op)
+        if op.family is Family.ATTENTION:
+            return attention.price(accelerator, op)
+        if op.family in _TRAFFIC:
+            return memory_bound.price(accelerator, op)
+        if op.family is Family.HOST:
+            return FREE
+        raise CostError(f"op {op.name} of family {op.family} has no price without its group")
+
+    def collective_seconds(self, collective: Collective, ranks: Sequence[int]) -> Priced:
+        """Seconds of a collective over the group of global ``ranks``.
+
+        Raises:
+            CostError: The kind has no price, or a rank does not exist on the target.
+        """
+        return collectives.price(self.cluster, collective, ranks)

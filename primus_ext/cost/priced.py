@@ -1,0 +1,27 @@
+"""What a price is made of."""
+
+from __future__ import annotations
+
+import dataclasses
+
+MODEL = "model"
+"""Evidence of a price that comes from published figures alone; nothing was measured here."""
+
+
+class CostError(ValueError):
+    """Something has no price; the message is one sentence."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Priced:
+    """A duration and how it is known."""
+
+    seconds: float
+    evidence: str
+    """``model`` or, later, ``measured``, ``latency database``, ``calibrated model``."""
+    terms: dict[str, float]
+    """Parts that were compared or added, seconds: compute, memory, launch, latency, wire, ..."""
+
+
+FREE = Priced(0.0, MODEL, {})
+"""The price of what keeps no device busy."""

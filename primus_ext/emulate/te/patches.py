@@ -1,0 +1,83 @@
+"""What has to be replaced in Transformer Engine and torch (group ``transformer_engine``)."""
+
+from __future__ import annotations
+
+import types
+from typing import Any
+
+import torch
+
+from primus_ext.emulate.registry import patch
+
+GROUP = "transformer_engine"
+_TE = "transformer-engine 2.20"
+_TORCH = "torch 2.4 to 2.14"
+
+
+@patch("transformer_engine.common", "load_framework_extension", group=GROUP, versions=_TE,
+       reason="the compiled extension is absent; the stand-in is in sys.modules already")
+def _extension_is_loaded(module: types.ModuleType) -> None:
+    def load_framework_extension(framework: str) -> None:
+        """Only the torch extension has a stand-in."""
+        if framework != "torch":
+            # what the real function raises for an extension that is not installed
+            raise ImportError(f"Transformer Engine's {framework} extension has no stand-in")
+
+    module.load_framework_extension = load_framework_extension  # type: ignore[attr-defined]
+
+
+@patch("torch", "Tensor.is_cuda", group=GROUP, versions=_TORCH,
+       reason="Transformer Engine refuses tensors that are not on a CUDA device; here the CPU's "
+              "tensors are the device's")
+def _tensors_are_on_the_device(module: types.ModuleType) -> None:
+    # ``meta`` tensors stay what they are: deferred initialisation asks for them
+    module.Tensor.is_cuda = property(lambda self: self.device.type == "cpu")
+
+
+def _address(storage: torch.UntypedStorage) -> int:
+    return storage._cdata << 8  # distinct per live storage; as far apart as no offset reaches
+
+
+@patch("torch", "UntypedStorage.data_ptr", group=GROUP, versions=_TORCH,
+       reason="Transformer Engine recognises packed q, k, v by their storage's address, which is 0 "
+              "for every fake tensor")
+def _fake_storages_have_addresses(module: types.ModuleType) -> None:
+    original = module.UntypedStorage.data_ptr
+
+    def data_ptr(self: Any) -> int:
+        return _address(self) if self.device.type == "meta" else original(self)
+
+    module.UntypedStorage.data_ptr = data_ptr
+
+
+@patch("transformer_engine.pytorch.module.base", "TransformerEngineBaseModule.__init__",
+       group=GROUP, versions=_TE,
+       reason="modules refuse to be built where torch.cuda.is_available() is False")
+def _modules_build_without_device(module: types.ModuleType) -> None:
+    original = module.TransformerEngineBaseModule.__init__
+
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        answer = torch.cuda.is_available
+        torch.cuda.is_available = lambda: True
+        try:
+            original(self, *args, **kwargs)
+        finally:
+            torch.cuda.is_available = answer
+
+    module.TransformerEngineBaseModule.__init__ = __init__
+
+
+@patch("transformer_engine.pytorch.attention.dot_product_attention.utils",
+       "AttentionParams.__init__", group=GROUP, versions=_TE,
+       reason="the choice of the attention backend compares the type of q with torch.Tensor")
+def _fake_tensors_are_tensors(module: types.ModuleType) -> None:
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    original = module.AttentionParams.__init__
+
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        if isinstance(self.qkv_type, type) and issubclass(self.qkv_type, FakeTensor):
+            object.__setattr__(self, "qkv_type", torch.Tensor)
+
+    module.AttentionParams.__init__ = __init__

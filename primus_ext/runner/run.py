@@ -1,0 +1,203 @@
+"""``run(request)``: everything between the composed configuration and the exit code."""
+
+from __future__ import annotations
+
+import dataclasses
+import shutil
+import traceback
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from primus_ext.runner import child, folder, local_device, target
+from primus_ext.runner.command import Command
+from primus_ext.runner.outcome import Exit, Outcome, UsageError, close, say
+
+if TYPE_CHECKING:
+    from primus_ext.cluster import Cluster
+    from primus_ext.project.result import Projection
+
+MODES = ("on", "simulate", "measure", "both", "tune", "check")
+OFFERED = ("on", "simulate")
+FAIL_ON = {"oom": ("oom",), "at_risk": ("at_risk", "oom")}
+"""Value of ``+projection.fail_on`` to the verdicts that it gates."""
+FRAMEWORKS = ("primus_ext.frameworks.megatron.entry",)
+"""Modules that hook a framework's training entry point in the child."""
+_WARP_SIZE = {"nvidia": 32, "amd": 64}  # CUDA C++ programming guide; AMD CDNA3 ISA reference
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """One projection that was asked for."""
+
+    mode: str
+    """One of :data:`MODES`."""
+    command: Command
+    """The user's command without our overrides, its outputs pinned to ``scratch``."""
+    cwd: str
+    """Where the user started it."""
+    out: Path
+    """Folder for ``projection.json``, ``verdict.json`` and ``child.log``."""
+    scratch: Path
+    """Existing folder for the child's messages and its own run folder; removed at the end."""
+    target_cluster: Mapping[str, Any] | None
+    """Content of the ``target_cluster`` file, None where none was named."""
+    fail_on: str | None = None
+    removed: tuple[str, ...] = ()
+    """Our overrides, as they were typed."""
+    environment: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    """``os.environ`` of the user's process."""
+
+
+def run(request: Request) -> int:
+    """Project one job and write what was found.
+
+    Returns:
+        The exit code (:class:`~primus_ext.runner.outcome.Exit`); every way out but that of an
+        output folder which can't be used leaves ``verdict.json`` in it.
+    """
+    directory: Path | None = None
+    try:
+        folder.prepare(request.out)
+        directory = request.out
+        outcome = _project(request)
+    except UsageError as error:
+        outcome = Outcome(exit_code=Exit.USAGE, message=str(error))
+    except child.ChildError as error:
+        outcome = Outcome(exit_code=error.exit_code, message=str(error))
+        for line in error.tail:
+            say(f"| {line}")
+    except KeyboardInterrupt:
+        outcome = Outcome(exit_code=Exit.INTERRUPTED, message="interrupted; nothing was projected")
+    except Exception as error:
+        traceback.print_exc()
+        outcome = Outcome(
+            exit_code=Exit.INTERNAL,
+            message=f"primus_ext itself failed, nothing was projected or trained: {error!r}",
+        )
+    finally:
+        shutil.rmtree(request.scratch, ignore_errors=True)
+    return close(outcome, directory)
+
+
+def _project(request: Request) -> Outcome:
+    mode, notes = _mode(request)
+    if request.fail_on is not None and request.fail_on not in FAIL_ON:
+        raise UsageError(
+            f"+projection.fail_on={request.fail_on} is unknown; legal: {', '.join(FAIL_ON)}"
+        )
+    cluster = _cluster(request)
+    projection = _composed(request, mode, cluster, notes)
+    path = _write(projection, request.out)
+    return _judged(projection.memory.verdict, request.fail_on, path)
+
+
+def _mode(request: Request) -> tuple[str, list[str]]:
+    """The mode that runs, and what the report must say about the choice."""
+    if request.mode not in MODES:
+        raise UsageError(f"+projection={request.mode} is unknown; legal: {', '.join(MODES)}")
+    if request.mode not in OFFERED:
+        raise UsageError(
+            f"+projection={request.mode} is not part of this version, which offers "
+            f"{' and '.join(OFFERED)}"
+        )
+    if request.mode == "simulate":
+        return "simulate", []
+    device = local_device.find(request.environment)
+    if device is None:
+        return "simulate", ["+projection=on: no accelerator here, so the job was simulated"]
+    return "simulate", [
+        f"+projection=on: simulated although {device.product} is here: measure is not part of "
+        "this version"
+    ]
+
+
+def _cluster(request: Request) -> Cluster:
+    from primus_ext.cluster_data import load_cluster
+
+    if request.target_cluster is None:
+        asked = target.from_surroundings(request.environment)
+    else:
+        asked = target.from_config(request.target_cluster)
+    try:
+        return load_cluster(asked.accelerator, asked.nodes, asked.gpus_per_node)
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+
+
+def _composed(request: Request, mode: str, cluster: Cluster, notes: list[str]) -> Projection:
+    from primus_ext import trace_io
+    from primus_ext.plan import ProgramRef
+    from primus_ext.project import compose
+    from primus_ext.report.progress import ProgressBar
+
+    with ProgressBar() as bar:
+        answer = child.run(
+            _question(request, mode, cluster),
+            request.command.options,
+            request.scratch,
+            request.out / "child.log",
+            bar.update,
+        )
+        bar.update(1, 1, "composing")
+        program = answer["program"]
+        if program is not None:
+            program = ProgramRef(**{**program, "argv": tuple(program["argv"])})
+        return compose.project(
+            trace_io.plan_from_plain(answer["plan"]),
+            trace_io.traces_from_plain(answer["traces"]),
+            cluster,
+            mode=mode,
+            program=program,
+            warnings=[*notes, *answer["warnings"]],
+        )
+
+
+def _question(request: Request, mode: str, cluster: Cluster) -> dict[str, Any]:
+    """What the bootstrap is asked; see :mod:`primus_ext.emulate.bootstrap`."""
+    accelerator = cluster.accelerator
+    return {
+        "mode": mode,
+        "script": request.command.script,
+        "module": request.command.module,
+        "args": list(request.command.arguments),
+        "cwd": request.cwd,
+        "overrides_removed": list(request.removed),
+        "world_size": cluster.world_size,
+        "gpus_per_node": cluster.gpus_per_node,
+        "frameworks": list(FRAMEWORKS),
+        "device": {
+            "name": accelerator.name,
+            "compute_capability": list(accelerator.compute_capability),
+            "total_memory": int(accelerator.hbm_bytes.value),
+            "multi_processor_count": accelerator.multi_processors,
+            "warp_size": _WARP_SIZE[accelerator.vendor],
+        },
+    }
+
+
+def _write(projection: Projection, directory: Path) -> Path:
+    from rich.console import Console
+
+    from primus_ext.report import files, terminal
+
+    try:
+        files.write(projection, directory)
+    except OSError as error:
+        raise UsageError(
+            f"+projection.out={directory} could not be written: {error.strerror or error}; name a "
+            "folder with room"
+        ) from error
+    terminal.render(projection, Console())
+    return directory / "projection.json"
+
+
+def _judged(verdict: str, fail_on: str | None, path: Path) -> Outcome:
+    gated = fail_on is not None and verdict in FAIL_ON[fail_on]
+    return Outcome(
+        exit_code=Exit.FAIL_ON if gated else Exit.DONE,
+        message=f"the verdict is {verdict}" + (f": +projection.fail_on={fail_on}" if gated else ""),
+        verdict=verdict,
+        projection=str(path),
+    )
+

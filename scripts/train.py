@@ -1,0 +1,358 @@
+#!/usr/bin/env python
+"""Pre-train a GPT model with Megatron-LM on generated data.
+
+    python scripts/train.py model=tiny_gpt train.steps=5
+    torchrun --nproc-per-node 8 scripts/train.py model=llama3.1_8b parallel.tp=2 precision=bf16
+
+On GPUs, or on CPUs where there is none.  The keys are explained in hydra_conf/trainer; any other
+argument of Megatron-LM can be added with ``+megatron.<argument>=<value>``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import os
+import sys
+import warnings
+from functools import partial
+from typing import Any, NoReturn
+
+import hydra
+from hydra.core.hydra_config import HydraConfig
+from omegaconf import DictConfig, OmegaConf
+
+from primus_ext.frameworks.validation import (
+    ConfigError,
+    check_arguments,
+    judged_by_megatron,
+    positive_int,
+)
+
+# Megatron-LM's argument -> our key, for the keys that have another name there
+KEYS = {
+    "tensor_model_parallel_size": "parallel.tp",
+    "pipeline_model_parallel_size": "parallel.pp",
+    "num_virtual_stages_per_pipeline_rank": "parallel.vpp",
+    "context_parallel_size": "parallel.cp",
+    "expert_model_parallel_size": "parallel.ep",
+    "expert_tensor_parallel_size": "parallel.etp",
+    "sequence_parallel": "parallel.sequence_parallel",
+    "use_distributed_optimizer": "parallel.distributed_optimizer",
+    "overlap_grad_reduce": "parallel.overlap_grad_reduce",
+    "overlap_param_gather": "parallel.overlap_param_gather",
+    "pipeline_model_parallel_layout": "parallel.layout",
+    "micro_batch_size": "train.mbs",
+    "global_batch_size": "train.gbs",
+    "seq_length": "train.seq",
+    "train_iters": "train.steps",
+    "seed": "train.seed",
+    "lr": "train.lr",
+    "log_interval": "train.log_interval",
+    "save": "train.save",
+    "save_interval": "train.save_interval",
+    "load": "train.load",
+    "finetune": "train.finetune",
+    "recompute_granularity": "train.recompute",
+    "recompute_method": "train.recompute_method",
+    "recompute_num_layers": "train.recompute_num_layers",
+    "recompute_modules": "train.recompute_modules",
+    "world_size": "WORLD_SIZE",
+}
+SIZES = ("parallel.tp", "parallel.pp", "parallel.vpp", "parallel.cp", "parallel.ep", "train.mbs",
+         "train.gbs", "train.seq", "train.steps", "train.log_interval", "train.save_interval",
+         "train.recompute_num_layers")  # fmt: skip
+
+
+def balanced_layout(num_layers: int, pp: Any, vpp: Any, mtp: int | None = None) -> str | None:
+    """Pipeline layout in which the embedding and the loss count as one layer each.
+
+    What is left over goes to the middle stages first and to the first stage, which holds the most
+    activations, last.
+
+    Args:
+        num_layers: Transformer layers.
+        pp: Pipeline stages.
+        vpp: Chunks per stage.
+        mtp: Multi-token-prediction layers; they stand before the loss.
+
+    Returns:
+        Megatron-LM's layout, None where there is nothing to split.
+    """
+    if not (isinstance(pp, int) and isinstance(vpp, int) and pp > 1 and vpp > 0):
+        return None
+    chunks, extra = pp * vpp, mtp or 0
+    base, left = divmod(num_layers + extra + 2, chunks)
+    order = [*range(1, chunks - 1), chunks - 1, 0]
+    units = [base + (chunk in order[:left]) for chunk in range(chunks)]
+    units[0] -= 1
+    units[-1] -= 1 + extra
+    stages = [f"t*{count}" if count > 0 else "" for count in units]
+    return "E" + "|".join(stages) + "m" * extra + "L"
+
+
+OmegaConf.register_new_resolver("balanced_layout", balanced_layout, replace=True)
+
+
+def megatron_arguments(cfg: DictConfig, on_cpu: bool) -> dict[str, Any]:
+    """All arguments of Megatron-LM that the configuration sets, by name."""
+    parallel, train = cfg.parallel, cfg.train
+    world = int(os.environ.get("WORLD_SIZE", "1"))
+    several = world > parallel.tp * parallel.pp * parallel.cp  # data-parallel ranks
+    overlap = several if parallel.overlap_grad_reduce is None else parallel.overlap_grad_reduce
+    gather = overlap and parallel.distributed_optimizer
+    sequence_parallel = parallel.sequence_parallel
+    arguments: dict[str, Any] = {
+        **OmegaConf.to_container(cfg.model, resolve=True),  # type: ignore[dict-item]
+        **OmegaConf.to_container(cfg.precision, resolve=True),  # type: ignore[dict-item]
+        "tensor_model_parallel_size": parallel.tp,
+        "pipeline_model_parallel_size": parallel.pp,
+        "context_parallel_size": parallel.cp,
+        "expert_model_parallel_size": parallel.ep,
+        "expert_tensor_parallel_size": parallel.etp,
+        "sequence_parallel": parallel.tp > 1 if sequence_parallel is None else sequence_parallel,
+        "use_distributed_optimizer": parallel.distributed_optimizer,
+        "overlap_grad_reduce": overlap,
+        "overlap_param_gather": (
+            gather if parallel.overlap_param_gather is None else parallel.overlap_param_gather
+        ),
+        "micro_batch_size": train.mbs,
+        "global_batch_size": train.gbs,
+        "seq_length": train.seq,
+        "train_iters": train.steps,
+        "seed": train.seed,
+        "lr": train.lr,
+        "log_interval": train.log_interval,
+        "load": train.load,
+        "finetune": train.finetune,
+        "no_load_optim": train.finetune,
+        "no_load_rng": train.finetune,
+    }
+    if parallel.layout is not None:
+        arguments["pipeline_model_parallel_layout"] = parallel.layout
+    if arguments.get("pipeline_model_parallel_layout") is None and parallel.vpp > 1:
+        arguments["num_virtual_stages_per_pipeline_rank"] = parallel.vpp
+    if train.save is not None:
+        arguments |= {"save": train.save, "save_interval": train.save_interval}
+    if train.recompute != "none":
+        arguments["recompute_granularity"] = train.recompute
+        arguments["recompute_modules"] = train.recompute_modules
+    if train.recompute == "full":
+        arguments["recompute_method"] = train.recompute_method
+        arguments["recompute_num_layers"] = train.recompute_num_layers
+    if importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is None:
+        arguments["gradient_accumulation_fusion"] = False  # APEX is not installed
+    if on_cpu:
+        arguments |= OmegaConf.to_container(cfg.cpu, resolve=True)  # type: ignore[operator]
+    return arguments | OmegaConf.to_container(cfg.megatron, resolve=True)  # type: ignore[operator]
+
+
+class ArgumentParser(argparse.ArgumentParser):
+    """Megatron-LM's parser, whose complaints are one sentence."""
+
+    def error(self, message: str) -> NoReturn:
+        """Called by argparse with what is wrong."""
+        raise ConfigError(f"not legal for Megatron-LM: {message}")
+
+
+def command_line(arguments: dict[str, Any]) -> list[str]:
+    """The command line that gives Megatron-LM's parser these arguments.
+
+    Raises:
+        ConfigError: If it has no such argument, or the argument can't have that value.
+    """
+    from megatron.training.arguments import add_megatron_arguments
+
+    parser = add_megatron_arguments(ArgumentParser(allow_abbrev=False))
+    actions: dict[str, list[argparse.Action]] = {}
+    for action in parser._actions:
+        actions.setdefault(action.dest, []).append(action)
+    line: list[str] = []
+    for name, value in arguments.items():
+        if name not in actions:
+            raise ConfigError(f"megatron.{name}={value}: Megatron-LM has no argument {name!r}")
+        line += _options(name, value, actions[name])
+    parser.parse_args(line)
+    return line
+
+
+def _options(name: str, value: Any, actions: list[argparse.Action]) -> list[str]:
+    """The words that set one argument."""
+    if value is None:
+        return []
+    flags = [a for a in actions if a.nargs == 0]
+    if not flags:
+        option = actions[0].option_strings[0]
+        values = value if isinstance(value, list) else [value]
+        return [option, *map(str, values)] if isinstance(value, list) else [f"{option}={value}"]
+    if not isinstance(value, bool):
+        raise ConfigError(f"{KEYS.get(name, name)}={value} is not legal: it must be true or false")
+    for action in flags:
+        if isinstance(action, argparse.BooleanOptionalAction):
+            return [action.option_strings[0 if value else -1]]
+        if action.const is value:
+            return [action.option_strings[0]]
+    return []  # the flag can only say the opposite, which is the default
+
+
+def parse(cfg: DictConfig, on_cpu: bool) -> Any:
+    """Megatron-LM's validated arguments.
+
+    Raises:
+        ConfigError: If the configuration can't be trained.
+    """
+    from megatron.training.arguments import parse_and_validate_args
+
+    arguments = megatron_arguments(cfg, on_cpu)
+    if arguments["transformer_impl"] == "local" and (arguments.get("fp8") or arguments.get("fp4")):
+        choice = HydraConfig.get().runtime.choices["precision"]
+        raise ConfigError(
+            f"precision={choice} is not legal without a GPU: use fp32 or bf16"
+        )
+    own_argv, sys.argv = sys.argv, [sys.argv[0], *command_line(arguments)]
+    try:
+        with judged_by_megatron(KEYS, arguments | {"world_size": os.environ.get("WORLD_SIZE", 1)}):
+            args = parse_and_validate_args()
+    finally:
+        sys.argv = own_argv
+    check_arguments(args, KEYS)
+    return args
+
+
+class JsonLog:
+    """Takes the place of Megatron-LM's TensorBoard writer: a line of JSON for every scalar."""
+
+    def __init__(self, path: str) -> None:
+        self._file = open(path, "w", buffering=1)  # noqa: SIM115 (lives as long as the process)
+
+    def add_scalar(self, tag: str, value: Any, step: int) -> None:
+        """Write one value."""
+        if " vs samples" not in tag:
+            line = {"step": step, "name": tag, "value": float(value)}
+            self._file.write(json.dumps(line) + "\n")
+
+    def add_text(self, tag: str, text: str, global_step: int | None = None) -> None:
+        """Texts (Megatron-LM writes its arguments) are left out."""
+
+    def flush(self) -> None:
+        """Lines are written at once."""
+
+
+def datasets(samples: list[int], vp_stage: int | None = None) -> Any:
+    """Train, validation and test set of generated sequences."""
+    from megatron.core.datasets.blended_megatron_dataset_builder import (
+        BlendedMegatronDatasetBuilder,
+    )
+    from megatron.core.datasets.gpt_dataset import GPTDatasetConfig, MockGPTDataset
+    from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
+    from megatron.training import get_args
+
+    args = get_args()
+    config = GPTDatasetConfig(
+        random_seed=args.seed,
+        sequence_length=args.seq_length,
+        tokenizer=build_tokenizer(args),
+        reset_position_ids=False,
+        reset_attention_mask=False,
+        eod_mask_loss=False,
+        create_attention_mask=False,
+        context_parallel_size=args.context_parallel_size,
+    )
+    builder = BlendedMegatronDatasetBuilder(MockGPTDataset, samples, lambda: True, config)
+    return builder.build()
+
+
+datasets.is_distributed = True  # type: ignore[attr-defined]  # every rank reads its own batches
+
+
+def get_batch(iterator: Any, vp_stage: int | None) -> dict[str, Any]:
+    """The next microbatch: this rank's part of each sequence."""
+    from megatron.core import mpu
+    from megatron.core.utils import get_batch_on_this_cp_rank
+    from megatron.training.utils import is_first_or_last_pipeline_stage
+
+    names = ("tokens", "position_ids", "labels", "loss_mask")
+    if not is_first_or_last_pipeline_stage(vp_stage):
+        return dict.fromkeys(names)
+    sample = next(iterator)
+    batch = {name: sample[name].cuda(non_blocking=True) for name in names}
+    return get_batch_on_this_cp_rank(
+        batch, is_hybrid_cp=False, cp_group=mpu.get_context_parallel_group()
+    )
+
+
+def loss_function(loss_mask: Any, losses: Any) -> tuple[Any, Any, dict[str, Any]]:
+    """Sum of the losses of all tokens, number of tokens, and both as what is to be logged."""
+    import torch
+
+    mask = loss_mask.view(-1).float()
+    loss = torch.sum(losses.view(-1).float() * mask)
+    tokens = mask.sum().to(torch.int)
+    logged = torch.cat([loss.detach().view(1), tokens.view(1)])
+    return loss, tokens, {"lm loss": logged}
+
+
+def forward_step(iterator: Any, model: Any) -> tuple[Any, Any]:
+    """Run one microbatch through (this rank's part of) the model."""
+    from megatron.core.utils import get_attr_wrapped_model
+
+    batch = get_batch(iterator, get_attr_wrapped_model(model, "vp_stage"))
+    losses = model(
+        batch["tokens"],
+        batch["position_ids"],
+        None,
+        labels=batch["labels"],
+        loss_mask=batch["loss_mask"],
+    )
+    return losses, partial(loss_function, batch["loss_mask"])
+
+
+def train(cfg: DictConfig) -> None:
+    """Train.
+
+    Raises:
+        ConfigError: If the configuration can't be trained.
+    """
+    for key in SIZES:
+        positive_int(key, OmegaConf.select(cfg, key))
+    if cfg.parallel.vpp > 1 and cfg.parallel.pp == 1:
+        raise ConfigError(
+            f"parallel.vpp={cfg.parallel.vpp} is not legal with parallel.pp=1: "
+            "chunks need a pipeline, so use parallel.pp>1 or parallel.vpp=1"
+        )
+
+    # Torch and Megatron-LM load in seconds: import them once the configuration makes sense.
+    from primus_ext.emulate.virtual_cuda import enable_cpu_training
+
+    on_cpu = enable_cpu_training()
+    from megatron.core.enums import ModelType
+    from megatron.training import global_vars, pretrain
+    from megatron.training.argument_utils import (
+        gpt_config_from_args,
+        pretrain_cfg_container_from_args,
+    )
+
+    args = parse(cfg, on_cpu)
+    with judged_by_megatron(KEYS, vars(args)):
+        model = gpt_config_from_args(args)
+        config = pretrain_cfg_container_from_args(args, model)
+    if cfg.train.log_jsonl and args.rank == args.world_size - 1:
+        global_vars._GLOBAL_TENSORBOARD_WRITER = JsonLog(cfg.train.log_jsonl)
+    pretrain(config, datasets, ModelType.encoder_or_decoder, forward_step)
+
+
+@hydra.main(version_base="1.3", config_path="../hydra_conf/trainer", config_name="config")
+def main(cfg: DictConfig) -> None:
+    """Train, or say in one sentence why not and leave with code 2."""
+    if not sys.warnoptions:
+        warnings.simplefilter("ignore")  # optional packages that Megatron-LM looks for
+    try:
+        train(cfg)
+    except ConfigError as error:
+        sys.stderr.write(f"{error}\n")
+        raise SystemExit(2) from error
+
+
+if __name__ == "__main__":
+    main()
