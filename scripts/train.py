@@ -65,11 +65,11 @@ SIZES = ("parallel.tp", "parallel.pp", "parallel.vpp", "parallel.cp", "parallel.
          "train.recompute_num_layers")  # fmt: skip
 
 
-def balanced_layout(num_layers: int, pp: Any, vpp: Any, mtp: int | None = None) -> str | None:
-    """Pipeline layout in which the embedding and the loss count as one layer each.
+def default_layout(num_layers: int, pp: Any, vpp: Any, mtp: int | None = None) -> str | None:
+    """Pipeline layout for a model whose layers may not divide evenly.
 
-    What is left over goes to the middle stages first and to the first stage, which holds the most
-    activations, last.
+    The embedding and the loss count as one layer each.  What is left over goes to the middle
+    stages first and to the first one, which holds the most activations, last.
 
     Args:
         num_layers: Transformer layers.
@@ -78,11 +78,13 @@ def balanced_layout(num_layers: int, pp: Any, vpp: Any, mtp: int | None = None) 
         mtp: Multi-token-prediction layers; they stand before the loss.
 
     Returns:
-        Megatron-LM's layout, None where there is nothing to split.
+        Megatron-LM's layout; None, which is its even split, where that works or nothing does.
     """
     if not (isinstance(pp, int) and isinstance(vpp, int) and pp > 1 and vpp > 0):
         return None
     chunks, extra = pp * vpp, mtp or 0
+    if num_layers % chunks == 0 or chunks > num_layers:
+        return None
     base, left = divmod(num_layers + extra + 2, chunks)
     order = [*range(1, chunks - 1), chunks - 1, 0]
     units = [base + (chunk in order[:left]) for chunk in range(chunks)]
@@ -92,7 +94,7 @@ def balanced_layout(num_layers: int, pp: Any, vpp: Any, mtp: int | None = None) 
     return "E" + "|".join(stages) + "m" * extra + "L"
 
 
-OmegaConf.register_new_resolver("balanced_layout", balanced_layout, replace=True)
+OmegaConf.register_new_resolver("default_layout", default_layout, replace=True)
 
 
 def megatron_arguments(cfg: DictConfig, on_cpu: bool) -> dict[str, Any]:

@@ -83,13 +83,26 @@ def print_lines(source: str) -> list[int]:
 
 def test_only_report_and_cli_print():
     assert print_lines("if x:\n    print(1)\n") == [2]
-    may_print = ("primus_ext/report/", "primus_ext/cli.py", "primus_ext/cli/", "tests/")
+    # scripts/fit: commands that refit constants and show what they found
+    may_print = (
+        "primus_ext/report/",
+        "primus_ext/cli.py",
+        "primus_ext/cli/",
+        "scripts/fit/",
+        "tests/",
+    )
     found = {
         name: lines
         for p in PYTHON_FILES
         if not (name := name_of(p)).startswith(may_print) and (lines := print_lines(p.read_text()))
     }
     assert found == {}
+
+
+def test_the_trainer_reads_as_if_projection_did_not_exist():
+    files = [ROOT / "scripts" / "train.py", *(ROOT / "hydra_conf" / "trainer").rglob("*.yaml")]
+    assert len(files) > 3
+    assert [name_of(p) for p in files if "projection" in p.read_text().lower()] == []
 
 
 # Written so that no line of this file matches.
@@ -182,7 +195,8 @@ def lint_copy(
 ) -> tuple[int, str]:
     """Run import-linter over a copy of the package with ``line`` added to ``file``."""
     ignored = shutil.ignore_patterns("hydra_conf", "__pycache__")
-    shutil.copytree(ROOT / "primus_ext", folder / "primus_ext", ignore=ignored)
+    for package in ("primus_ext", "hydra_plugins"):
+        shutil.copytree(ROOT / package, folder / package, ignore=ignored)
     shutil.copy(ROOT / "pyproject.toml", folder)
     if file:
         with (folder / file).open("a") as f:
@@ -213,6 +227,7 @@ BREAKS = [
     ("running-knows-no-prices", "primus_ext/observe/__init__.py", PROJECT),
     ("frameworks-know-no-projection", "primus_ext/frameworks/__init__.py", PROJECT),
     ("hydra-knows-the-runner-only", "primus_ext/hydra/__init__.py", PROJECT),
+    ("hydra-knows-the-runner-only", "hydra_plugins/primus_ext/plugin.py", PROJECT),
 ]
 
 

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import Any, NoReturn
 
+from primus_ext.emulate import trackers
 from primus_ext.emulate.registry import apply_all, patch
 
 GROUP = "tripwire"
@@ -40,7 +41,7 @@ _allowed = 0
 
 
 def arm(trip: Callable[[str], NoReturn] = _raise) -> None:
-    """Guard this process from now on; a second call only replaces ``trip``.
+    """Guard this process from now on, and silence trackers; a second call only replaces ``trip``.
 
     Args:
         trip: Called with what was attempted ("an optimizer took a step"); must raise something
@@ -49,6 +50,7 @@ def arm(trip: Callable[[str], NoReturn] = _raise) -> None:
     global _trip
     _trip = trip
     apply_all(GROUP)
+    trackers.silence()
 
 
 @contextlib.contextmanager

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import traceback
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NoReturn
@@ -61,6 +62,25 @@ def _current(root: DictConfig) -> Iterator[None]:
         yield
     finally:
         holder.cfg = previous
+
+
+@contextlib.contextmanager
+def guarded(hook: str, typed_out: str | None) -> Iterator[None]:
+    """Leave the process with code 4 on any error inside.
+
+    Args:
+        hook: What runs inside, for the message.
+        typed_out: ``+projection.out`` as typed, for ``verdict.json``.
+    """
+    try:
+        yield
+    except Exception as error:
+        traceback.print_exc()
+        leave(
+            f"primus_ext itself failed in {hook}, nothing was projected or trained: {error!r}",
+            exit_code=Exit.INTERNAL,
+            typed_out=typed_out,
+        )
 
 
 def is_first_rank() -> bool:

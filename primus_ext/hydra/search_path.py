@@ -9,7 +9,7 @@ from hydra.core.config_search_path import ConfigSearchPath
 
 from primus_ext.conf_dir import ConfDirMissingError, hydra_conf_dir
 from primus_ext.hydra import context, typed
-from primus_ext.runner import UsageError, arm_tripwire
+from primus_ext.runner import Place, UsageError, arm_tripwire, place
 
 PROVIDER = "primus_ext"
 
@@ -26,23 +26,22 @@ def prepare(search_path: ConfigSearchPath, arguments: list[str]) -> None:
         arguments: ``sys.argv[1:]``.
 
     Raises:
-        SystemExit: the command line makes no sense (2) or another rank does the work (0).
+        SystemExit: the command line makes no sense (2), we failed (4), or another rank
+            does the work (0).
     """
-    asked = typed.read([*arguments, *_completed_words()])
-    if asked.tokens:
-        arm_tripwire()
-    if asked.problem:
-        context.leave(asked.problem, typed_out=asked.out)
-    try:
-        for group in sorted(asked.groups):
-            _add(search_path, group)
-    except UsageError as error:
-        context.leave(str(error), typed_out=asked.out)
-
-
-def _completed_words() -> list[str]:
-    """Words of the command line that a shell asks Hydra to complete."""
-    return os.environ.get("COMP_LINE", "").split()
+    completing = any(word in ("-sc", "--shell-completion") for word in arguments)
+    asked = typed.read(os.environ.get("COMP_LINE", "").split() if completing else arguments)
+    with context.guarded("the search-path plugin", asked.out):
+        if asked.tokens or place() is Place.DESCENDANT:
+            arm_tripwire()
+            context.register_resolver()
+        if asked.problem and not completing:
+            context.leave(asked.problem, typed_out=asked.out)
+        try:
+            for group in sorted(asked.groups):
+                _add(search_path, group)
+        except UsageError as error:
+            context.leave(str(error), typed_out=asked.out)
 
 
 def _add(search_path: ConfigSearchPath, group: str) -> None:

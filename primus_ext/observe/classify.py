@@ -64,7 +64,7 @@ def classify(
         return classify_te.classify(name, func, args, kwargs, produced)
     gemm = _GEMMS.get(name)
     if gemm is not None:
-        return gemm(name, args, produced[0])
+        return gemm(name, args, produced[0] if produced else None)
     read = [t for t in tree_iter((args, kwargs)) if isinstance(t, torch.Tensor)]
     if not produced:
         return None
@@ -110,7 +110,17 @@ def _mm(name: str, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, accumula
     )  # fmt: skip
 
 
+def _wgrad(name: str, args: tuple, out: Any) -> Op:
+    data, grads, main_grad = args
+    tokens = data.numel() // data.shape[-1]
+    return gemm_op(
+        name, [data, grads], [main_grad], m=grads.shape[-1], n=data.shape[-1], k=tokens,
+        layout="nt", accumulate=True,
+    )  # fmt: skip
+
+
 _GEMMS = {
+    "primus_apex.wgrad_gemm_accum": _wgrad,
     "aten.mm": lambda name, args, out: _mm(name, args[0], args[1], out, False),
     "aten.bmm": lambda name, args, out: _mm(name, args[0], args[1], out, False),
     "aten.addmm": lambda name, args, out: _mm(name, args[1], args[2], out, False),

@@ -106,6 +106,11 @@ class Recorder(TorchDispatchMode):
                 self._append(found)
         return out
 
+    def forget(self) -> None:
+        """Empty the op table (what is live stays counted)."""
+        self.ops.clear()
+        self._index.clear()
+
     def _append(self, op: Op) -> None:
         index = self._index.get(op)
         if index is None:

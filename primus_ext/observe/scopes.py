@@ -17,6 +17,9 @@ from torch.utils._pytree import tree_iter
 from primus_ext.observe.recorder import Recorder
 from primus_ext.trace import Call, ScopeKind, Segment
 
+OUTPUT = "output"
+"""Name of the one segment that final norm, output layer and loss make together."""
+
 Part = tuple[ScopeKind, str, nn.Module]
 
 
@@ -40,7 +43,7 @@ class Scopes:
                 inner.register_forward_hook(self._popper, always_call=True)
 
     def _hook_part(self, kind: ScopeKind, name: str, module: nn.Module) -> None:
-        scope = (kind, name)
+        scope = (kind, OUTPUT if kind is ScopeKind.OUTPUT else name)
 
         def enter(*_: Any) -> None:
             self._recorder.scope = scope
@@ -51,7 +54,7 @@ class Scopes:
             self._recorder.phase = "backward"
 
         def leave(_module: nn.Module, _args: Any, output: Any) -> None:
-            if not self.in_backward:
+            if not self.in_backward and kind is not ScopeKind.OUTPUT:
                 self._recorder.scope = (ScopeKind.OTHER, "")
             for tensor in tree_iter(output):
                 if isinstance(tensor, torch.Tensor) and tensor.requires_grad:

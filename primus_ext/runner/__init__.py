@@ -5,8 +5,20 @@ Nothing here imports torch.  The user's program runs in a child process under
 back is priced and composed in this process.
 """
 
-from primus_ext.runner.guard import arm_tripwire
+from primus_ext.runner.guard import Place, arm_tripwire, place
 from primus_ext.runner.outcome import Exit, Outcome, UsageError, close, say
-from primus_ext.runner.run import Request, run
+from primus_ext.runner.job import MODES, Request, run
 
-__all__ = ["Exit", "Outcome", "Request", "UsageError", "arm_tripwire", "close", "run", "say"]
+__all__ = [
+    "MODES",
+    "Exit",
+    "Outcome",
+    "Place",
+    "Request",
+    "UsageError",
+    "arm_tripwire",
+    "close",
+    "place",
+    "run",
+    "say",
+]

@@ -80,21 +80,19 @@ def _option(argv: Sequence[str], position: int) -> tuple[str, str | None, int]:
     return token[-1], None, 1
 
 
-def without(arguments: Sequence[str], removed: Sequence[str], added: Sequence[str]) -> list[str]:
+def replaced(command: Command, removed: Sequence[str], added: Sequence[str]) -> Command:
     """Replace overrides in a program's arguments.
 
     Args:
-        arguments: The program's arguments.
+        command: The program and its arguments.
         removed: Tokens to leave out wherever they stand.
         added: Tokens to put in.  They take the place of the first removed one: there, unlike at
             the end, the program is known to accept overrides.
-
-    Returns:
-        The new arguments.
     """
     unwanted = set(removed)
+    arguments = command.arguments
     places = [index for index, token in enumerate(arguments) if token in unwanted]
     place = places[0] if places else len(arguments)
     before = [token for token in arguments[:place] if token not in unwanted]
     after = [token for token in arguments[place:] if token not in unwanted]
-    return [*before, *added, *after]
+    return dataclasses.replace(command, arguments=(*before, *added, *after))

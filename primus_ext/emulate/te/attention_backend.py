@@ -1,7 +1,7 @@
 """``get_fused_attn_backend``: what cuDNN supports on the target.
 
 The rules restate ``nvte_get_fused_attn_backend`` (``transformer_engine/common/fused_attn/
-fused_attn.cpp``, 2.20) for the one cuDNN version that the stand-in reports (9.26), so that all
+fused_attn.cpp``, 2.20) for the one cuDNN version that the stand-in reports (9.24), so that all
 branches for older releases are gone.  Releases after 2.20 ask cuDNN's frontend itself; whether it
 refuses more than these rules do was not compared on a device.
 """
@@ -102,7 +102,9 @@ def _head_dims(params: Any, sm: int, layout: str, mask: str) -> bool:
 
 
 def _wide_head(params: Any, layout: str, mask: str) -> bool:
-    """Conditions of the backward pass with 256-wide heads on sm100 (cuDNN 9.25)."""
+    """Conditions of the backward pass with 256-wide heads on sm100 (packed only from 9.25)."""
+    if "thd" in formats(layout):
+        return False
     vanilla = params.softmax_type.name == "NVTE_VANILLA_SOFTMAX"
     no_bias = params.bias_type.name == "NVTE_NO_BIAS"
     left, right = params.window_size_left, params.window_size_right

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from primus_ext.emulate.te import numerics
+from primus_ext.emulate.te import numerics, swizzle
 from primus_ext.emulate.te.bindings import binding
 from primus_ext.emulate.te.dtypes import torch_dtype
 from primus_ext.emulate.te.operands import PLAIN, Operand, operand
@@ -188,6 +188,8 @@ def generic_gemm(
         "bias_grad": grad and bias is not None, "gelu": gelu, "grad": grad,
         "split_accumulator": use_split_accumulator, "alpha": alpha,
     }  # fmt: skip
+    # scales rearranged for this GEMM live until it is launched
+    (a, held_a), (b, held_b) = swizzle.for_gemm(a, A), swizzle.for_gemm(b, B)
     operands = (a.data, a.scale_inv, a.amax, b.data, b.scale_inv, b.amax)
     epilogue = (None if grad else bias, gelu_in)
     if quantizer is not None:

@@ -16,7 +16,9 @@ _FAMILIES = (
     "attention",
     "attention_backend",
     "gemm",
+    "grouped_gemm",
     "misc",
+    "multi_tensor",
     "norms",
     "rope",
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import types
 from typing import Any
 
@@ -30,8 +31,20 @@ def _extension_is_loaded(module: types.ModuleType) -> None:
        reason="Transformer Engine refuses tensors that are not on a CUDA device; here the CPU's "
               "tensors are the device's")
 def _tensors_are_on_the_device(module: types.ModuleType) -> None:
-    # ``meta`` tensors stay what they are: deferred initialisation asks for them
-    module.Tensor.is_cuda = property(lambda self: self.device.type == "cpu")
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    def is_cuda(self: torch.Tensor) -> bool:
+        # meta tensors stay what they are: deferred initialisation asks for them
+        if self.device.type != "cpu":
+            return False
+        # while tensors have no storage, one that has some is a value on the host
+        fake = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)
+        return fake is None or isinstance(self, FakeTensor) or type(self) not in _PLAIN
+
+    module.Tensor.is_cuda = property(is_cuda)
+
+
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
 def _address(storage: torch.UntypedStorage) -> int:
@@ -81,3 +94,21 @@ def _fake_tensors_are_tensors(module: types.ModuleType) -> None:
             object.__setattr__(self, "qkv_type", torch.Tensor)
 
     module.AttentionParams.__init__ = __init__
+
+
+@patch("transformer_engine.pytorch.module.grouped_linear", "GroupedLinear.forward",
+       group=GROUP, versions=_TE,
+       reason="the rows of each expert become a tensor that is read back on the host")
+def _splits_keep_their_values(module: types.ModuleType) -> None:
+    from torch._subclasses.fake_tensor import unset_fake_temporarily
+
+    original = module.GroupedLinear.forward
+
+    @functools.wraps(original)
+    def forward(self: Any, inp: Any, m_splits: Any, *args: Any, **kwargs: Any) -> Any:
+        if not isinstance(m_splits, torch.Tensor):
+            with unset_fake_temporarily():
+                m_splits = torch.tensor(m_splits, dtype=torch.int64)
+        return original(self, inp, m_splits, *args, **kwargs)
+
+    module.GroupedLinear.forward = forward

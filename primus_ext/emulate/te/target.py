@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 
-CUDNN_VERSION = 92600
-"""cuDNN version the stand-in reports, as ``cudnnGetVersion()`` encodes it (9.26.0).
+CUDNN_VERSION = 92400
+"""cuDNN version the stand-in reports, as ``cudnnGetVersion()`` encodes it: 9.24.0, the one that
+torch 2.14.1 requires (``nvidia-cudnn-cu13==9.24.0.43``)."""
 
-Above 9.25, the newest version that a support rule of Transformer Engine 2.20 names (D=256 with
-THD layouts), so that no rule for old releases applies."""
-
-CUBLASLT_VERSION = 130200
-"""cuBLASLt version the stand-in reports (13.2.0); Transformer Engine 2.20 asks for >= 12.1.3."""
+CUBLASLT_VERSION = 130101
+"""cuBLASLt version the stand-in reports, as ``cublasLtGetVersion()`` encodes it: 13.1.1, the one
+that torch 2.14.1 requires (``nvidia-cublas==13.1.1.3``).  Below 13.3 Transformer Engine 2.20 runs
+grouped linear layers through its multi-stream GEMMs, as it does in such an installation."""
 
 NUM_CUBLAS_STREAMS = 4
 """Streams (and workspaces) of the multi-stream grouped GEMM on every architecture
-(``nvte_get_num_compute_streams`` of Transformer Engine 2.20: ``compute_num_streams = 4``)."""
+(``get_num_compute_streams`` in ``common/util/multi_stream.cpp`` of Transformer Engine 2.20)."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

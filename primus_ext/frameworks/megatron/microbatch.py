@@ -10,7 +10,7 @@ import torch
 
 from primus_ext.frameworks.megatron import plans
 from primus_ext.observe.recorder import Recorder
-from primus_ext.observe.scopes import Scopes, segments
+from primus_ext.observe.scopes import OUTPUT, Scopes, segments
 from primus_ext.trace import Call, ChunkMemory, ChunkTrace, ScopeKind
 
 Recorded = list[tuple[ScopeKind, str, Call]]
@@ -35,6 +35,7 @@ def record(
     index: int,
     scopes: Scopes,
     config: Any,
+    first: bool = False,
 ) -> ChunkTrace:
     """Forward and backward of one microbatch through chunk ``index``, as Megatron's schedule does.
 
@@ -45,36 +46,38 @@ def record(
         index: Which of them.
         scopes: Hooks of that chunk.
         config: Its model config.
+        first: Whether it is the first microbatch of the step (quantized weights are made then,
+            and the main gradient is written instead of accumulated).
     """
     from megatron.core.pipeline_parallel import schedules
 
     chunk, memory = model[index], recorder.memory
-    first, last, bare = _position(chunk)
+    has_embedding, has_output = _position(chunk)
     gc.collect()
     before = memory.live
     with chunk.no_sync():
         memory.reset_peak()
         with recorder.collect("forward") as forward:
-            received = None if first else _boundary(config, requires_grad=True)
+            received = None if has_embedding else _boundary(config, requires_grad=True)
             output, _ = schedules.forward_step(
                 forward_step_func, batches(plans.arguments()), chunk, 1, [received], [], config,
-                _cp_size(config), is_first_microbatch=True, current_microbatch=0,
-                vp_stage=index if len(model) > 1 else None, is_last_stage=last,
+                config.context_parallel_size, is_first_microbatch=first, current_microbatch=0,
+                vp_stage=index if len(model) > 1 else None, is_last_stage=has_output,
             )  # fmt: skip
-        boundary = 0 if last else output[0].numel() * output[0].element_size()
+        boundary = 0 if has_output else output[0].numel() * output[0].element_size()
         forward_peak = memory.peak - before
-        if not last:
+        if not has_output:
             schedules.deallocate_output_tensor(output[0], config.deallocate_pipeline_outputs)
         saved = memory.live - before
         memory.reset_peak()
         with recorder.collect("backward") as backward:
             scopes.in_backward = True
-            recorder.scope = (ScopeKind.OUTPUT, "output_layer")
-            gradient = None if last else _boundary(config, requires_grad=False)
+            recorder.scope = (ScopeKind.OUTPUT, OUTPUT)
+            gradient = None if has_output else _boundary(config, requires_grad=False)
             schedules.backward_step([received], output, [gradient], config)
             scopes.in_backward = False
         backward_peak = memory.peak - before
-    del output, received, gradient, bare
+    del output, received, gradient
     gc.collect()
     return ChunkTrace(
         vpp_stage=index,
@@ -86,16 +89,12 @@ def record(
     )
 
 
-def _position(chunk: Any) -> tuple[bool, bool, Any]:
-    """Whether the chunk has the embedding, whether it has the output; the bare chunk."""
+def _position(chunk: Any) -> tuple[bool, bool]:
+    """Whether the chunk has the embedding, and whether it has the output."""
     from megatron.core.utils import unwrap_model
 
     bare = unwrap_model(chunk)
-    return bool(bare.pre_process), bool(bare.post_process), bare
-
-
-def _cp_size(config: Any) -> int:
-    return config.context_parallel_size
+    return bool(bare.pre_process), bool(bare.post_process)
 
 
 def _boundary(config: Any, requires_grad: bool) -> torch.Tensor:
@@ -124,7 +123,6 @@ def record_step(
     memory = recorder.memory
     for chunk in model:
         chunk.start_grad_sync()
-        chunk.start_param_sync = lambda *a, **k: None
     gc.collect()
     before = memory.live
     memory.reset_peak()

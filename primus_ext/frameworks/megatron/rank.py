@@ -109,9 +109,17 @@ def _record(
     for chunk in model:
         chunk.train()
     get_rerun_state_machine().should_run_forward_backward(None)
+    for chunk in model:
+        _leave_parameters_alone(chunk)
     optimizer.step()  # the first step makes the optimizer's state
     static = memory.static(recorder, bare, model, optimizer)
     scopes = [Scopes(recorder, parts.parts(chunk)) for chunk in bare]
+    if args.fp8 or getattr(args, "fp4", None):
+        for index in range(len(model)):  # the first microbatch fills the quantized weights' cache
+            microbatch.record(
+                recorder, forward_step_func, model, index, scopes[index], config, first=True
+            )
+        recorder.forget()
     chunks = tuple(
         microbatch.record(recorder, forward_step_func, model, index, scopes[index], config)
         for index in range(len(model))
@@ -133,6 +141,13 @@ def _record(
         active_parameters=active,
         static=sizes,
     )
+
+
+def _leave_parameters_alone(chunk: Any) -> None:
+    """No parameter gathers while recording: they are in the buckets, to be overlapped later."""
+    if chunk.remove_forward_pre_hook_handles:
+        chunk.disable_forward_pre_hook()
+    chunk.start_param_sync = lambda *args, **kwargs: None
 
 
 def _buckets(model: list[Any], recorder: Recorder) -> tuple[Bucket, ...]:

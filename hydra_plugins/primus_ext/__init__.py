@@ -1,0 +1,1 @@
+"""Hydra's plugin discovery finds primus_ext here."""

@@ -1,0 +1,93 @@
+"""Rearrangement of block scales for the tensor cores, as a GEMM asks for it.
+
+MXFP8 and NVFP4 scales that a quantizer left in plain order are rearranged into a new buffer before
+each GEMM; FP8 block scales are turned into MXFP8 scales on Blackwell.  On real tensors the order
+is left plain: the CPU kernels read it, and nothing else does.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import torch
+
+from primus_ext.emulate.te.operands import Operand
+from primus_ext.emulate.te.ops import define
+from primus_ext.emulate.te.target import target
+
+
+@define(
+    "swizzle_scales(Tensor scale_inv, *, str format) -> Tensor",
+    fake=lambda scale_inv, **_: scale_inv.new_empty(scale_inv.shape),
+)
+def _swizzle_scales(scale_inv: torch.Tensor, **_: Any) -> torch.Tensor:
+    return scale_inv.clone()
+
+
+def _group_bytes(scales: list[torch.Tensor]) -> int:
+    """One buffer for all, each part aligned to 16 bytes."""
+    total = 0
+    for scale in scales:
+        total = -(-total // 16) * 16 + scale.numel() * scale.element_size()
+    return total
+
+
+@define(
+    "swizzle_scales_group(Tensor[] scale_inv, *, str format) -> Tensor",
+    fake=lambda scale_inv, **_: scale_inv[0].new_empty(_group_bytes(scale_inv), dtype=torch.uint8),
+)
+def _swizzle_scales_group(scale_inv: list[torch.Tensor], **_: Any) -> torch.Tensor:
+    return scale_inv[0].new_zeros(_group_bytes(scale_inv), dtype=torch.uint8)
+
+
+def _mx_scale_shape(x: Operand) -> tuple[int, int]:
+    rows, cols = (x.cols, x.rows) if x.transposed else (x.rows, x.cols)
+    return -(-rows // 128) * 128, -(-math.ceil(cols / 32) // 4) * 4
+
+
+@define(
+    "block_scales_to_mxfp8(Tensor scale_inv, *, int rows, int cols, str format) -> Tensor",
+    fake=lambda scale_inv, *, rows, cols, **_: scale_inv.new_empty((rows, cols), dtype=torch.uint8),
+)
+def _block_scales_to_mxfp8(
+    scale_inv: torch.Tensor, *, rows: int, cols: int, format: str
+) -> torch.Tensor:
+    return scale_inv.new_zeros((rows, cols), dtype=torch.uint8)
+
+
+def _needs_swizzle(x: Operand, tensor: Any) -> bool:
+    scaled = x.format.endswith(("/mxfp8", "/nvfp4"))
+    return scaled and not tensor._with_gemm_swizzled_scales
+
+
+def _broadcasts(x: Operand) -> bool:
+    return "/block" in x.format and target().sm_arch >= 100
+
+
+def for_gemm(x: Operand, tensor: Any) -> tuple[Operand, torch.Tensor | None]:
+    """The operand with scales as the GEMM reads them, and a buffer to keep until it is done."""
+    if _needs_swizzle(x, tensor):
+        assert x.scale_inv is not None
+        return dataclasses.replace(x, scale_inv=_swizzle_scales(x.scale_inv, format=x.format)), None
+    if _broadcasts(x):
+        rows, cols = _mx_scale_shape(x)
+        return x, _block_scales_to_mxfp8(x.scale_inv, rows=rows, cols=cols, format=x.format)
+    return x, None
+
+
+def group_for_gemm(group: list[Operand], tensors: list[Any]) -> list[Operand]:
+    """The same for all tensors of a grouped GEMM: one kernel and one buffer.
+
+    The kernel reads the plain scales through the operands; the buffer is as short-lived as the
+    extension's, which holds it until the launch.
+    """
+    pairs = zip(group, tensors, strict=True)
+    pending = [x for x, t in pairs if x.data.numel() and _needs_swizzle(x, t)]
+    if pending:
+        _swizzle_scales_group([x.scale_inv for x in pending], format=pending[0].format)
+    for x in group:
+        if x.data.numel() and _broadcasts(x):
+            for_gemm(x, None)
+    return group
