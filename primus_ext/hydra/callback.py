@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import sys
 import tempfile
@@ -41,7 +40,7 @@ class ProjectionCallback(Callback):
             SystemExit: always, but in the child process of a projection.
         """
         self._inside = False
-        with context.guarded("ProjectionCallback", _typed_out()):
+        with context.guarded("ProjectionCallback"):
             self._inside = place() is Place.CHILD
             if not self._inside:
                 _take_over(settings)
@@ -59,15 +58,9 @@ class ProjectionCallback(Callback):
         self._stop("on_job_start")
 
     def _stop(self, hook: str) -> None:
-        with context.guarded(hook, _typed_out()):
+        with context.guarded(hook):
             if not self._inside:
                 raise RuntimeError("the projection did not take over when Hydra made the callback")
-
-
-def _typed_out() -> str | None:
-    with contextlib.suppress(Exception):
-        return typed.read(sys.argv[1:]).out
-    return None
 
 
 def _take_over(settings: Mapping[str, Any]) -> NoReturn:

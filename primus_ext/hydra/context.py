@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import os
+import sys
 import traceback
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
+from primus_ext.hydra import typed
 from primus_ext.runner import Exit, Outcome, close
 
 RESOLVER = "primus_ext.context"
@@ -24,31 +28,40 @@ def register_resolver() -> None:
     Hydra makes callbacks from their own node alone.  A resolver sees the root, so the callback can
     take over when it is made: before a hook of any other callback, which may start a tracker.
     """
-    OmegaConf.register_new_resolver(RESOLVER, of_root, replace=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # OmegaConf 2.4 renames the function, 2.3 has no other
+        OmegaConf.register_new_resolver(RESOLVER, _resolve, replace=True)
 
 
-def of_root(*, _root_: DictConfig) -> dict[str, Any]:
+def _resolve(*, _root_: DictConfig) -> dict[str, Any]:
+    # Where the user's output folder has no name, Hydra reports it, as it would without us.
+    with guarded("reading the configuration", passes=OmegaConfBaseException):
+        return of_root(_root_)
+    raise AssertionError("unreachable")
+
+
+def of_root(root: DictConfig) -> dict[str, Any]:
     """Read what a projection needs from the whole composed configuration.
 
     Args:
-        _root_: The configuration with its ``hydra`` node.
+        root: The configuration with its ``hydra`` node.
 
     Returns:
         ``multirun``; ``directory``, Hydra's output folder; ``out`` and ``fail_on`` as composed
         below ``projection`` (the user's own key of that name, where ours were not typed).
     """
-    mode = OmegaConf.select(_root_, "hydra.mode")
+    mode = OmegaConf.select(root, "hydra.mode")
     multirun = getattr(mode, "name", mode) == "MULTIRUN"
-    with _current(_root_):
-        directory = OmegaConf.select(_root_, f"hydra.{'sweep' if multirun else 'run'}.dir")
-    own = OmegaConf.select(_root_, "projection")
-    typed = own if isinstance(own, DictConfig) else {}
+    with _current(root):
+        directory = OmegaConf.select(root, f"hydra.{'sweep' if multirun else 'run'}.dir")
+    own = OmegaConf.select(root, "projection")
+    node = own if isinstance(own, DictConfig) else {}
     return {
         "multirun": multirun,
         "directory": str(directory),
-        "out": typed.get("out"),
-        "fail_on": typed.get("fail_on"),
-        "chose_target": OmegaConf.select(_root_, "hydra.runtime.choices.target_cluster"),
+        "out": node.get("out"),
+        "fail_on": node.get("fail_on"),
+        "chose_target": OmegaConf.select(root, "hydra.runtime.choices.target_cluster"),
     }
 
 
@@ -65,21 +78,22 @@ def _current(root: DictConfig) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def guarded(hook: str, typed_out: str | None) -> Iterator[None]:
+def guarded(hook: str, passes: type[Exception] | tuple[type[Exception], ...] = ()) -> Iterator[None]:
     """Leave the process with code 4 on any error inside.
 
     Args:
         hook: What runs inside, for the message.
-        typed_out: ``+projection.out`` as typed, for ``verdict.json``.
+        passes: Errors that are let through.
     """
     try:
         yield
+    except passes:
+        raise
     except Exception as error:
         traceback.print_exc()
         leave(
             f"primus_ext itself failed in {hook}, nothing was projected or trained: {error!r}",
             exit_code=Exit.INTERNAL,
-            typed_out=typed_out,
         )
 
 
@@ -102,21 +116,18 @@ def leave_if_not_first() -> None:
 
 
 def leave(
-    message: str,
-    *,
-    exit_code: Exit = Exit.USAGE,
-    typed_out: str | None = None,
-    directory: Path | None = None,
+    message: str, *, exit_code: Exit = Exit.USAGE, directory: Path | None = None
 ) -> NoReturn:
     """Say why nothing was run, write ``verdict.json`` where possible, and leave the process.
 
     Args:
         message: One sentence.
         exit_code: The code to leave with.
-        typed_out: ``+projection.out`` before composition; one with an interpolation is not used.
-        directory: The output folder, where it is known.
+        directory: The output folder; by default the one that was typed, if any.
     """
     leave_if_not_first()
-    if directory is None and typed_out and "${" not in typed_out:
-        directory = Path(typed_out).absolute()
+    if directory is None:
+        with contextlib.suppress(Exception):  # what failed may be the reading itself
+            out = typed.read(sys.argv[1:]).out
+            directory = Path(out).absolute() if out and "${" not in out else None
     raise SystemExit(close(Outcome(exit_code=exit_code, message=message), directory))

@@ -30,18 +30,18 @@ def prepare(search_path: ConfigSearchPath, arguments: list[str]) -> None:
             does the work (0).
     """
     completing = any(word in ("-sc", "--shell-completion") for word in arguments)
-    asked = typed.read(os.environ.get("COMP_LINE", "").split() if completing else arguments)
-    with context.guarded("the search-path plugin", asked.out):
+    with context.guarded("the search-path plugin"):
+        asked = typed.read(os.environ.get("COMP_LINE", "").split() if completing else arguments)
         if asked.tokens or place() is Place.DESCENDANT:
             arm_tripwire()
             context.register_resolver()
         if asked.problem and not completing:
-            context.leave(asked.problem, typed_out=asked.out)
+            context.leave(asked.problem)
         try:
             for group in sorted(asked.groups):
                 _add(search_path, group)
         except UsageError as error:
-            context.leave(str(error), typed_out=asked.out)
+            context.leave(str(error))
 
 
 def _add(search_path: ConfigSearchPath, group: str) -> None:

@@ -93,7 +93,7 @@ def _gemm(
 def _grouped_gemm(
     name: str, by_name: dict[str, Any], read: list[torch.Tensor], produced: list[torch.Tensor]
 ) -> Op:
-    ms, ns, ks = by_name["ms"], by_name["ns"], by_name["ks"]
+    ms, ns, ks = by_name["m"], by_name["n"], by_name["k"]
     accumulate = bool(by_name.get("accumulate"))
     into = by_name.get("out") or []
     targets = [t for t in into if isinstance(t, torch.Tensor)]

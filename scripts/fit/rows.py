@@ -29,6 +29,7 @@ class Row:
     shape: dict[str, int]
     text: str
     """The shape as it stands in the file."""
+    software: str
     gpus: int
     nodes: int
     microseconds: float
@@ -60,6 +61,7 @@ def _row(point: dict[str, Any]) -> Row:
     return Row(
         gpu=point["gpu"], op=point["op"], dtype=point["dtype"], direction=point["dir"],
         value=float(point["value"]), unit=point["unit"], source=point["src"], shape=shape,
-        text=text, gpus=int(point.get("gpus", 0)), nodes=int(point.get("nodes", 0)),
+        text=text,
+        software=str(point.get("sw", "")), gpus=int(point.get("gpus", 0)), nodes=int(point.get("nodes", 0)),
         microseconds=float(point.get("us", 0)),
     )  # fmt: skip

@@ -53,6 +53,9 @@ def record(
 
     chunk, memory = model[index], recorder.memory
     has_embedding, has_output = _position(chunk)
+    for module in chunk.modules():
+        if hasattr(module, "is_first_microbatch"):  # Transformer Engine's layers keep it
+            module.is_first_microbatch = first
     gc.collect()
     before = memory.live
     with chunk.no_sync():
