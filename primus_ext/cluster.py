@@ -54,8 +54,9 @@ class Accelerator:
     communicator_bytes: Figure
     """Device memory that the collective library takes for one process group."""
     residuals: dict[str, Figure]
-    """How far single operators lie from the model, as the half width of the central 80 % of
-    ln(measured/modelled), by kind of work: gemm, attention, memory, communication."""
+    """How far the model may be off, as the half width of the central 80 % of ln(measured/modelled),
+    by kind of work (gemm, attention, memory, communication); where there are too few rows for a
+    quantile, the source says what the width stands on."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

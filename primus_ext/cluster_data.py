@@ -89,12 +89,11 @@ def _load(name: str) -> tuple[Accelerator, dict[str, Figure]]:
     path = _folder() / f"{name}.yaml"
     raw = yaml.safe_load(path.read_text(encoding="utf-8"))
     try:
-        accelerator = Accelerator(
-            **{key: raw[key] for key in _PLAIN},
-            compute_capability=(raw["compute_capability"][0], raw["compute_capability"][1]),
-            **{key: _figure(raw[key]) for key in _FIGURES},
-            **{key: {k: _figure(v) for k, v in raw[key].items()} for key in _TABLES},
-        )
+        fields: dict[str, Any] = {key: raw[key] for key in _PLAIN}
+        fields |= {key: _figure(raw[key]) for key in _FIGURES}
+        fields |= {key: {k: _figure(v) for k, v in raw[key].items()} for key in _TABLES}
+        major, minor = raw["compute_capability"]
+        accelerator = Accelerator(compute_capability=(major, minor), **fields)
         network = {key: _figure(raw["network"][key]) for key in _NETWORK}
     except (KeyError, TypeError, ValueError) as error:
         raise ClusterError(f"{path.name} is not a description of an accelerator: {error!r}") \

@@ -48,9 +48,7 @@ class PrimusExtSearchPath(SearchPathPlugin):
             prepare(search_path, sys.argv[1:])
         except Exception as error:
             traceback.print_exc()
-            sys.stderr.write(
-                f"primus_ext: it failed itself before anything was run: {error!r}\n"
-            )
+            sys.stderr.write(f"primus_ext: it failed itself before anything was run: {error!r}\n")
             raise SystemExit(4) from None
 
 

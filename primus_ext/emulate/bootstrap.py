@@ -65,7 +65,7 @@ def _left(session: sessions.Session, leaving: SystemExit) -> None:
 
 
 def _install(request: dict[str, Any]) -> None:
-    from primus_ext.emulate import apex_wgrad, te, tripwire, virtual_cuda
+    from primus_ext.emulate import apex_wgrad, registry, te, triton_kernels, tripwire, virtual_cuda
 
     world, local = int(request["world_size"]), int(request["gpus_per_node"])
     os.environ.update(
@@ -78,6 +78,7 @@ def _install(request: dict[str, Any]) -> None:
     virtual_cuda.install(virtual_cuda.DeviceProfile(device_count=local, **device))
     te.install(compute_capability=device["compute_capability"])
     apex_wgrad.install()
+    registry.apply_all(triton_kernels.GROUP)
     tripwire.arm()
     for framework in request["frameworks"]:
         importlib.import_module(framework).install()

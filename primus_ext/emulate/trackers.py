@@ -29,7 +29,7 @@ class Silent:
     def __init__(self, *_args: Any, **_kwargs: Any) -> None:
         pass
 
-    def __call__(self, *_args: Any, **_kwargs: Any) -> Silent:
+    def __call__(self, *_args: Any, **_kwargs: Any) -> Silent:  # noqa: D102
         return Silent()
 
     def __getattr__(self, name: str) -> Silent:
@@ -72,6 +72,8 @@ class _SilentModule(ModuleType):
 
 
 class _Loader(importlib.abc.Loader):
+    """Makes a stand-in instead of running the module."""
+
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType:
         return _SilentModule(spec.name)
 

@@ -110,9 +110,11 @@ def _check(settings: Mapping[str, Any], surroundings: Mapping[str, Any]) -> None
 def _request(settings: Mapping[str, Any], given: Mapping[str, Any], directory: Path) -> Request:
     original = command.split(sys.orig_argv)
     ours = typed.read(original.arguments).tokens
-    pinned = [token for token in original.arguments if token.lstrip("+").startswith(
-        tuple(f"{key}=" for key in _PINNED)
-    )]
+    pinned = [
+        token
+        for token in original.arguments
+        if token.lstrip("+").startswith(tuple(f"{key}=" for key in _PINNED))
+    ]
     scratch = tempfile.mkdtemp(prefix="primus_ext_")
     added = [f'hydra.run.dir="{scratch}/run"', "hydra.output_subdir=null"]
     return Request(

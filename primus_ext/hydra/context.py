@@ -9,7 +9,7 @@ import traceback
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
@@ -70,7 +70,7 @@ def _current(root: DictConfig) -> Iterator[None]:
     """Let ``${hydra:...}`` in the output folder's name resolve, as it will when Hydra makes it."""
     holder = HydraConfig.instance()
     previous = holder.cfg
-    holder.cfg = root
+    holder.cfg = cast(Any, root)  # declared as the dataclass that it is a copy of
     try:
         yield
     finally:
@@ -78,7 +78,9 @@ def _current(root: DictConfig) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def guarded(hook: str, passes: type[Exception] | tuple[type[Exception], ...] = ()) -> Iterator[None]:
+def guarded(
+    hook: str, passes: type[Exception] | tuple[type[Exception], ...] = ()
+) -> Iterator[None]:
     """Leave the process with code 4 on any error inside.
 
     Args:
@@ -115,9 +117,7 @@ def leave_if_not_first() -> None:
         raise SystemExit(0)
 
 
-def leave(
-    message: str, *, exit_code: Exit = Exit.USAGE, directory: Path | None = None
-) -> NoReturn:
+def leave(message: str, *, exit_code: Exit = Exit.USAGE, directory: Path | None = None) -> NoReturn:
     """Say why nothing was run, write ``verdict.json`` where possible, and leave the process.
 
     Args:

@@ -122,6 +122,13 @@ class Recorder(TorchDispatchMode):
         module = "" if module == name else module.removeprefix(prefix)
         self.calls.append((kind, name, Call(op=index, phase=self.phase, module=module)))
 
+    def kernel(
+        self, name: str, inputs: list[torch.Tensor], outputs: list[torch.Tensor]
+    ) -> None:
+        """Record a kernel that torch does not dispatch; its tensors exist already."""
+        if self.recording and not self._fused_depth:
+            self._append(classify.memory_op(name, inputs, outputs))
+
     @contextlib.contextmanager
     def fused(self, name: str, inputs: list[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
         """Everything inside is one device kernel: inputs read once, outputs written once.

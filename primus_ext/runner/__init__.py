@@ -6,8 +6,8 @@ back is priced and composed in this process.
 """
 
 from primus_ext.runner.guard import Place, arm_tripwire, place
-from primus_ext.runner.outcome import Exit, Outcome, UsageError, close, say
 from primus_ext.runner.job import MODES, Request, run
+from primus_ext.runner.outcome import Exit, Outcome, UsageError, close, say
 
 __all__ = [
     "MODES",

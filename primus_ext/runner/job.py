@@ -200,4 +200,3 @@ def _judged(verdict: str, fail_on: str | None, path: Path) -> Outcome:
         verdict=verdict,
         projection=str(path),
     )
-

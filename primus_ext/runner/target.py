@@ -93,9 +93,7 @@ def from_surroundings(environment: Mapping[str, str]) -> Target:
             f"WORLD_SIZE={ranks} is not a multiple of the {per_node} GPUs of a node; "
             "add +target_cluster=NAME_AxB"
         )
-    return Target(
-        accelerator=device.accelerator, nodes=ranks // per_node, gpus_per_node=per_node
-    )
+    return Target(accelerator=device.accelerator, nodes=ranks // per_node, gpus_per_node=per_node)
 
 
 def _positive(name: str, text: str) -> int:

@@ -62,6 +62,6 @@ def _row(point: dict[str, Any]) -> Row:
         gpu=point["gpu"], op=point["op"], dtype=point["dtype"], direction=point["dir"],
         value=float(point["value"]), unit=point["unit"], source=point["src"], shape=shape,
         text=text,
-        software=str(point.get("sw", "")), gpus=int(point.get("gpus", 0)), nodes=int(point.get("nodes", 0)),
-        microseconds=float(point.get("us", 0)),
+        software=str(point.get("sw", "")), gpus=int(point.get("gpus", 0)),
+        nodes=int(point.get("nodes", 0)), microseconds=float(point.get("us", 0)),
     )  # fmt: skip

@@ -7,16 +7,14 @@ splits and counts from a real routing map in which every expert gets the same nu
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
 from types import ModuleType
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
+from torch._subclasses.fake_tensor import FakeTensor
 
+from primus_ext.emulate.host_tensor import host_values, keep
 from primus_ext.emulate.registry import patch
-from primus_ext.observe import recorder
 
 _CORE = "megatron-core 0.19"
 _SPLITS = ("input_splits", "output_splits", "output_splits_tp")
@@ -34,14 +32,6 @@ def balanced_map(tokens: int, experts: int, topk: int) -> torch.Tensor:
     return torch.zeros(tokens, experts, dtype=torch.bool).scatter_(1, chosen, True)
 
 
-@contextlib.contextmanager
-def _host_values() -> Iterator[None]:
-    """Real tensors for what the host reads; nothing of it is device work."""
-    active = recorder.current()
-    with active.silent() if active else contextlib.nullcontext(), unset_fake_temporarily():
-        yield
-
-
 @patch("megatron.core.transformer.moe.token_dispatcher",
        "MoEAlltoAllTokenDispatcher.__init__", "MoEAlltoAllTokenDispatcher.preprocess",
        group="megatron", versions=_CORE,
@@ -51,14 +41,14 @@ def _dispatcher(module: ModuleType) -> None:
     initialize, preprocess = dispatcher.__init__, dispatcher.preprocess
 
     def initialize_with_values(self: Any, *args: Any, **kwargs: Any) -> None:
-        with _host_values():
+        with host_values():
             initialize(self, *args, **kwargs)
 
     def preprocess_balanced(self: Any, routing_map: torch.Tensor) -> torch.Tensor:
         if not isinstance(routing_map, FakeTensor):
             return preprocess(self, routing_map)
         tokens, experts = routing_map.shape
-        with _host_values():
+        with host_values():
             counts = preprocess(
                 self, balanced_map(tokens, experts, self.config.moe_router_topk)
             )
@@ -68,7 +58,10 @@ def _dispatcher(module: ModuleType) -> None:
                     setattr(self, name, value.numpy())
             if isinstance(self.num_out_tokens, torch.Tensor):
                 self.num_out_tokens = int(self.num_out_tokens)
-        return counts
+            by_expert = getattr(self, "num_global_tokens_per_local_expert", None)
+            if by_expert is not None:
+                self.num_global_tokens_per_local_expert = keep(by_expert)
+            return keep(counts)
 
     dispatcher.__init__ = initialize_with_values
     dispatcher.preprocess = preprocess_balanced

@@ -1,0 +1,44 @@
+"""Small tensors with real values in a world of tensors without storage.
+
+What the host needs to know (token counts, split sizes) must survive views and arithmetic, while
+fake-tensor mode would turn the result of any operation into a fake one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
+from torch.utils._pytree import tree_iter
+
+from primus_ext.observe import recorder
+
+
+@contextlib.contextmanager
+def host_values() -> Iterator[None]:
+    """Real tensors inside; nothing of it is device work, so nothing is recorded."""
+    active = recorder.current()
+    with active.silent() if active else contextlib.nullcontext(), unset_fake_temporarily():
+        yield
+
+
+class HostTensor(torch.Tensor):
+    """A real tensor whose operations stay real."""
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
+        """Compute on the host, unless a tensor without storage takes part."""
+        if any(isinstance(t, FakeTensor) for t in tree_iter((args, kwargs))):
+            return super().__torch_function__(func, types, args, kwargs or {})
+        with host_values():
+            return super().__torch_function__(func, types, args, kwargs or {})
+
+
+def keep(value: torch.Tensor) -> torch.Tensor:
+    """The same tensor, with operations that stay real."""
+    return value.as_subclass(HostTensor)
