@@ -10,22 +10,23 @@ argument of Megatron-LM can be added with ``+megatron.<argument>=<value>``.
 
 from __future__ import annotations
 
-import argparse
 import importlib.util
 import json
 import os
 import sys
 import warnings
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
+from primus_ext.frameworks.command_line import megatron_command_line
 from primus_ext.frameworks.validation import (
     ConfigError,
     check_arguments,
+    check_sizes,
     judged_by_megatron,
     positive_int,
 )
@@ -97,139 +98,118 @@ def default_layout(num_layers: int, pp: Any, vpp: Any, mtp: int | None = None) -
 OmegaConf.register_new_resolver("default_layout", default_layout, replace=True)
 
 
+def world_size() -> int:
+    """Processes of the job."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
 def megatron_arguments(cfg: DictConfig, on_cpu: bool) -> dict[str, Any]:
-    """All arguments of Megatron-LM that the configuration sets, by name."""
-    parallel, train = cfg.parallel, cfg.train
-    world = int(os.environ.get("WORLD_SIZE", "1"))
-    several = world > parallel.tp * parallel.pp * parallel.cp  # data-parallel ranks
-    overlap = several if parallel.overlap_grad_reduce is None else parallel.overlap_grad_reduce
-    gather = overlap and parallel.distributed_optimizer
-    sequence_parallel = parallel.sequence_parallel
+    """All arguments of Megatron-LM that the configuration sets, by name.
+
+    Raises:
+        ConfigError: If there is no hardware for the precision.
+    """
+    groups: Any = OmegaConf.to_container(cfg, resolve=True)
+    parallel, train = groups["parallel"], groups["train"]
+    # more than one data-parallel rank: gradients are reduced, so overlap that
+    several = world_size() > parallel["tp"] * parallel["pp"] * parallel["cp"]
+    overlap = _default(parallel["overlap_grad_reduce"], several)
+    gather = overlap and parallel["distributed_optimizer"]
     arguments: dict[str, Any] = {
-        **OmegaConf.to_container(cfg.model, resolve=True),  # type: ignore[dict-item]
-        **OmegaConf.to_container(cfg.precision, resolve=True),  # type: ignore[dict-item]
-        "tensor_model_parallel_size": parallel.tp,
-        "pipeline_model_parallel_size": parallel.pp,
-        "context_parallel_size": parallel.cp,
-        "expert_model_parallel_size": parallel.ep,
-        "expert_tensor_parallel_size": parallel.etp,
-        "sequence_parallel": parallel.tp > 1 if sequence_parallel is None else sequence_parallel,
-        "use_distributed_optimizer": parallel.distributed_optimizer,
+        **groups["model"],
+        **groups["precision"],
+        "tensor_model_parallel_size": parallel["tp"],
+        "pipeline_model_parallel_size": parallel["pp"],
+        "context_parallel_size": parallel["cp"],
+        "expert_model_parallel_size": parallel["ep"],
+        "expert_tensor_parallel_size": parallel["etp"],
+        "sequence_parallel": _default(parallel["sequence_parallel"], parallel["tp"] > 1),
+        "use_distributed_optimizer": parallel["distributed_optimizer"],
         "overlap_grad_reduce": overlap,
-        "overlap_param_gather": (
-            gather if parallel.overlap_param_gather is None else parallel.overlap_param_gather
-        ),
-        "micro_batch_size": train.mbs,
-        "global_batch_size": train.gbs,
-        "seq_length": train.seq,
-        "train_iters": train.steps,
-        "seed": train.seed,
-        "lr": train.lr,
-        "log_interval": train.log_interval,
-        "load": train.load,
-        "finetune": train.finetune,
-        "no_load_optim": train.finetune,
-        "no_load_rng": train.finetune,
+        "overlap_param_gather": _default(parallel["overlap_param_gather"], gather),
+        "micro_batch_size": train["mbs"],
+        "global_batch_size": train["gbs"],
+        "seq_length": train["seq"],
+        "train_iters": train["steps"],
+        "seed": train["seed"],
+        "lr": train["lr"],
+        "log_interval": train["log_interval"],
+        "load": train["load"],
+        "finetune": train["finetune"],
+        "no_load_optim": train["finetune"],
+        "no_load_rng": train["finetune"],
     }
-    if parallel.layout is not None:
-        arguments["pipeline_model_parallel_layout"] = parallel.layout
-    if arguments.get("pipeline_model_parallel_layout") is None and parallel.vpp > 1:
-        arguments["num_virtual_stages_per_pipeline_rank"] = parallel.vpp
-    if train.save is not None:
-        arguments |= {"save": train.save, "save_interval": train.save_interval}
-    if train.recompute != "none":
-        arguments["recompute_granularity"] = train.recompute
-        arguments["recompute_modules"] = train.recompute_modules
-    if train.recompute == "full":
-        arguments["recompute_method"] = train.recompute_method
-        arguments["recompute_num_layers"] = train.recompute_num_layers
+    if parallel["layout"] is not None:
+        arguments["pipeline_model_parallel_layout"] = parallel["layout"]
+    if arguments.get("pipeline_model_parallel_layout") is None and parallel["vpp"] > 1:
+        arguments["num_virtual_stages_per_pipeline_rank"] = parallel["vpp"]
+    if train["save"] is not None:
+        arguments |= {"save": train["save"], "save_interval": train["save_interval"]}
+    if train["recompute"] != "none":
+        arguments["recompute_granularity"] = train["recompute"]
+        arguments["recompute_modules"] = train["recompute_modules"]
+    if train["recompute"] == "full":
+        arguments["recompute_method"] = train["recompute_method"]
+        arguments["recompute_num_layers"] = train["recompute_num_layers"]
     if importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is None:
         arguments["gradient_accumulation_fusion"] = False  # APEX is not installed
     if on_cpu:
-        arguments |= OmegaConf.to_container(cfg.cpu, resolve=True)  # type: ignore[operator]
-    return arguments | OmegaConf.to_container(cfg.megatron, resolve=True)  # type: ignore[operator]
+        if arguments.get("fp8") or arguments.get("fp4"):
+            choice = HydraConfig.get().runtime.choices["precision"]
+            raise ConfigError(f"precision={choice} is not legal without a GPU: use fp32 or bf16")
+        arguments |= groups["cpu"]
+    return arguments | groups["megatron"]
 
 
-class ArgumentParser(argparse.ArgumentParser):
-    """Megatron-LM's parser, whose complaints are one sentence."""
-
-    def error(self, message: str) -> NoReturn:
-        """Called by argparse with what is wrong."""
-        raise ConfigError(f"not legal for Megatron-LM: {message}")
+def _default(value: Any, default: Any) -> Any:
+    return default if value is None else value
 
 
-def command_line(arguments: dict[str, Any]) -> list[str]:
-    """The command line that gives Megatron-LM's parser these arguments.
-
-    Raises:
-        ConfigError: If it has no such argument, or the argument can't have that value.
-    """
-    from megatron.training.arguments import add_megatron_arguments
-
-    parser = add_megatron_arguments(ArgumentParser(allow_abbrev=False))
-    actions: dict[str, list[argparse.Action]] = {}
-    for action in parser._actions:
-        actions.setdefault(action.dest, []).append(action)
-    line: list[str] = []
-    for name, value in arguments.items():
-        if name not in actions:
-            raise ConfigError(f"megatron.{name}={value}: Megatron-LM has no argument {name!r}")
-        line += _options(name, value, actions[name])
-    parser.parse_args(line)
-    return line
-
-
-def _options(name: str, value: Any, actions: list[argparse.Action]) -> list[str]:
-    """The words that set one argument."""
-    if value is None:
-        return []
-    flags = [a for a in actions if a.nargs == 0]
-    if not flags:
-        option = actions[0].option_strings[0]
-        values = value if isinstance(value, list) else [value]
-        return [option, *map(str, values)] if isinstance(value, list) else [f"{option}={value}"]
-    if not isinstance(value, bool):
-        raise ConfigError(f"{KEYS.get(name, name)}={value} is not legal: it must be true or false")
-    for action in flags:
-        if isinstance(action, argparse.BooleanOptionalAction):
-            return [action.option_strings[0 if value else -1]]
-        if action.const is value:
-            return [action.option_strings[0]]
-    return []  # the flag can only say the opposite, which is the default
-
-
-def parse(cfg: DictConfig, on_cpu: bool) -> Any:
-    """Megatron-LM's validated arguments.
+def parse(cfg: DictConfig, on_cpu: bool) -> tuple[Any, Any]:
+    """Megatron-LM's validated arguments, and the configuration that its pretrain takes.
 
     Raises:
         ConfigError: If the configuration can't be trained.
     """
+    from megatron.training.argument_utils import (
+        gpt_config_from_args,
+        pretrain_cfg_container_from_args,
+    )
     from megatron.training.arguments import parse_and_validate_args
 
+    keys = {str(name): f"model.{name}" for name in cfg.model} | KEYS
     arguments = megatron_arguments(cfg, on_cpu)
-    if arguments["transformer_impl"] == "local" and (arguments.get("fp8") or arguments.get("fp4")):
-        choice = HydraConfig.get().runtime.choices["precision"]
-        raise ConfigError(
-            f"precision={choice} is not legal without a GPU: use fp32 or bf16"
-        )
-    own_argv, sys.argv = sys.argv, [sys.argv[0], *command_line(arguments)]
+    check_sizes(arguments, keys)
+    words = megatron_command_line(arguments, keys)
+    own_argv, sys.argv = sys.argv, [sys.argv[0], *words]
     try:
-        with judged_by_megatron(KEYS, arguments | {"world_size": os.environ.get("WORLD_SIZE", 1)}):
+        with judged_by_megatron(keys, arguments | {"world_size": world_size()}):
             args = parse_and_validate_args()
     finally:
         sys.argv = own_argv
-    check_arguments(args, KEYS)
-    return args
+    with judged_by_megatron(keys, vars(args)):
+        model = gpt_config_from_args(args)
+        config = pretrain_cfg_container_from_args(args, model)
+    check_arguments(args, model.transformer, keys)
+    if (args.virtual_pipeline_model_parallel_size or 1) != cfg.parallel.vpp:
+        raise ConfigError(
+            f"parallel.vpp={cfg.parallel.vpp} is not legal with a layout that makes "
+            f"{args.virtual_pipeline_model_parallel_size or 1} chunks per pipeline rank"
+        )
+    return args, config
 
 
 class JsonLog:
     """Takes the place of Megatron-LM's TensorBoard writer: a line of JSON for every scalar."""
 
     def __init__(self, path: str) -> None:
-        self._file = open(path, "w", buffering=1)  # noqa: SIM115 (lives as long as the process)
+        self._path = path
+        self._file: Any = None
 
     def add_scalar(self, tag: str, value: Any, step: int) -> None:
         """Write one value."""
+        if self._file is None:
+            self._file = open(self._path, "w", buffering=1)
         if " vs samples" not in tag:
             line = {"step": step, "name": tag, "value": float(value)}
             self._file.write(json.dumps(line) + "\n")
@@ -310,8 +290,8 @@ def forward_step(iterator: Any, model: Any) -> tuple[Any, Any]:
     return losses, partial(loss_function, batch["loss_mask"])
 
 
-def train(cfg: DictConfig) -> None:
-    """Train.
+def check(cfg: DictConfig) -> None:
+    """What can be told without Megatron-LM.
 
     Raises:
         ConfigError: If the configuration can't be trained.
@@ -323,22 +303,43 @@ def train(cfg: DictConfig) -> None:
             f"parallel.vpp={cfg.parallel.vpp} is not legal with parallel.pp=1: "
             "chunks need a pipeline, so use parallel.pp>1 or parallel.vpp=1"
         )
+    if cfg.train.recompute not in ("none", "selective", "full"):
+        raise ConfigError(
+            f"train.recompute={cfg.train.recompute} is not legal: use none, selective or full"
+        )
+    # Megatron-LM would start from random weights
+    if cfg.train.load not in (None, cfg.train.save) and not os.path.isdir(cfg.train.load):
+        raise ConfigError(
+            f"train.load={cfg.train.load} is not legal: it must be the folder of a checkpoint"
+        )
+    for key in ("train.save", "train.log_jsonl"):
+        path = OmegaConf.select(cfg, key)
+        if path is not None and not _writable(os.path.dirname(os.path.abspath(path))):
+            raise ConfigError(f"{key}={path} is not legal: its folder can't be written to")
 
+
+def _writable(folder: str) -> bool:
+    """Whether the folder, or the lowest existing one above it, can be written to."""
+    while not os.path.exists(folder):
+        folder = os.path.dirname(folder)
+    return os.path.isdir(folder) and os.access(folder, os.W_OK)
+
+
+def train(cfg: DictConfig) -> None:
+    """Train.
+
+    Raises:
+        ConfigError: If the configuration can't be trained.
+    """
+    check(cfg)
     # Torch and Megatron-LM load in seconds: import them once the configuration makes sense.
     from primus_ext.emulate.virtual_cuda import enable_cpu_training
 
     on_cpu = enable_cpu_training()
     from megatron.core.enums import ModelType
     from megatron.training import global_vars, pretrain
-    from megatron.training.argument_utils import (
-        gpt_config_from_args,
-        pretrain_cfg_container_from_args,
-    )
 
-    args = parse(cfg, on_cpu)
-    with judged_by_megatron(KEYS, vars(args)):
-        model = gpt_config_from_args(args)
-        config = pretrain_cfg_container_from_args(args, model)
+    args, config = parse(cfg, on_cpu)
     if cfg.train.log_jsonl and args.rank == args.world_size - 1:
         global_vars._GLOBAL_TENSORBOARD_WRITER = JsonLog(cfg.train.log_jsonl)
     pretrain(config, datasets, ModelType.encoder_or_decoder, forward_step)
@@ -352,7 +353,8 @@ def main(cfg: DictConfig) -> None:
     try:
         train(cfg)
     except ConfigError as error:
-        sys.stderr.write(f"{error}\n")
+        if os.environ.get("RANK", "0") == "0":
+            sys.stderr.write(f"{error}\n")
         raise SystemExit(2) from error
 
 

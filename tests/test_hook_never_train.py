@@ -6,7 +6,8 @@ import shutil
 from pathlib import Path
 
 import pytest
-from never_train.support import INSTALLED, KINDS, RELEASES, ROOT, SWEEPS, Run, run_app
+
+from tests.never_train.support import INSTALLED, KINDS, RELEASES, ROOT, SWEEPS, Run, run_app
 
 TARGET = "+target_cluster=h100_1x8"
 OUT = "+projection.out={out}"
@@ -26,7 +27,7 @@ BREAKS = {
     "every hook": f"{TOOK_OVER}{CALLBACK}ProjectionCallback._stop",
 }
 """Where an exception is injected to what breaks it."""
-RUN_ONLY = ("on_run_start", "on_job_start", "every hook")
+RUN_ONLY = ("on_run_start", "on_job_start", "every hook", "runner")
 FIRST = ("plugin", "plugin's reading")
 """These come before the command line is judged; the rest is never reached with -m."""
 
@@ -164,7 +165,9 @@ def test_a_process_that_the_program_starts_inside_a_projection(tmp_path: Path):
 def installed(folder: Path, *, configuration: bool = True) -> Path:
     """The package as plain files in a folder, as a wheel leaves it."""
     for name in ("primus_ext", "hydra_plugins"):
-        leave_out = shutil.ignore_patterns("__pycache__", *([] if configuration else ["hydra_conf"]))
+        leave_out = shutil.ignore_patterns(
+            "__pycache__", *([] if configuration else ["hydra_conf"])
+        )
         shutil.copytree(ROOT / name, folder / name, ignore=leave_out)
     return folder
 

@@ -142,7 +142,11 @@ def price(cluster: Cluster, collective: Collective, ranks: Sequence[int]) -> Pri
         return _ring(cluster, kind, size, where)
     if kind is CollectiveKind.ALL_TO_ALL:
         return _all_to_all(cluster, kind, size, where)
-    if kind in (CollectiveKind.SEND_RECV, CollectiveKind.BROADCAST):
+    if kind is CollectiveKind.SEND_RECV:
+        # between neighbours of a ring; the slowest pair decides
+        pair = Placement(size=2, domains=min(2, where.domains), local=2 // min(2, where.domains))
+        return _message(cluster, kind, size, pair)
+    if kind is CollectiveKind.BROADCAST:
         return _message(cluster, kind, size, where)
     if kind is CollectiveKind.BARRIER:
         return _all_reduce(cluster, CollectiveKind.ALL_REDUCE, 0, where)

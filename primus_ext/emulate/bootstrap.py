@@ -24,7 +24,9 @@ def main(request_path: str) -> None:
     Args:
         request_path: JSON with ``script`` or ``module``, ``args``, ``cwd``, ``device`` (name,
             compute_capability, total_memory, multi_processor_count, warp_size), ``world_size``,
-            ``gpus_per_node``, ``frameworks`` (modules that hook entry points) and ``result``.
+            ``gpus_per_node``, ``frameworks`` (modules that hook entry points) and ``result``;
+            optionally ``ranks`` (global ranks to run instead of one of each kind) and ``storage``
+            (``real``: tensors with data, for small jobs).
     """
     request = json.loads(Path(request_path).read_text())
     session = sessions.Session(request)

@@ -1,1 +1,1 @@
-"""Compose priced traces into memory per rank and time per step."""
+"""From traces of single ranks to the step of the whole job."""

@@ -126,9 +126,6 @@ def _cluster(request: Request) -> Cluster:
 
 
 def _composed(request: Request, mode: str, cluster: Cluster, notes: list[str]) -> Projection:
-    from primus_ext import trace_io
-    from primus_ext.plan import ProgramRef
-    from primus_ext.project import compose
     from primus_ext.report.progress import ProgressBar
 
     with ProgressBar() as bar:
@@ -140,17 +137,25 @@ def _composed(request: Request, mode: str, cluster: Cluster, notes: list[str]) -
             bar.update,
         )
         bar.update(1, 1, "composing")
-        program = answer["program"]
-        if program is not None:
-            program = ProgramRef(**{**program, "argv": tuple(program["argv"])})
-        return compose.project(
-            trace_io.plan_from_plain(answer["plan"]),
-            trace_io.traces_from_plain(answer["traces"]),
-            cluster,
-            mode=mode,
-            program=program,
-            warnings=[*notes, *answer["warnings"]],
-        )
+        return _priced(answer, mode, cluster, notes)
+
+
+def _priced(answer: Mapping[str, Any], mode: str, cluster: Cluster, notes: list[str]) -> Projection:
+    from primus_ext import trace_io
+    from primus_ext.plan import ProgramRef
+    from primus_ext.project import compose
+
+    program = answer["program"]
+    if program is not None:
+        program = ProgramRef(**{**program, "argv": tuple(program["argv"])})
+    return compose.project(
+        trace_io.plan_from_plain(answer["plan"]),
+        trace_io.traces_from_plain(answer["traces"]),
+        cluster,
+        mode=mode,
+        program=program,
+        warnings=[*notes, *answer["warnings"]],
+    )
 
 
 def _question(request: Request, mode: str, cluster: Cluster) -> dict[str, Any]:

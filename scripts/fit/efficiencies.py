@@ -192,7 +192,7 @@ def report(label: str, samples: Samples, stated: float, spreads: list[float]) ->
 
 def main() -> int:
     """Print all efficiencies; with ``--check`` return 1 where a file differs."""
-    parser = argparse.ArgumentParser(description="Recompute the efficiencies of the accelerator files")
+    parser = argparse.ArgumentParser(description="Recompute published efficiencies")
     parser.add_argument("evidence", type=Path)
     parser.add_argument("--check", action="store_true", help="fail where a file differs")
     options = parser.parse_args()

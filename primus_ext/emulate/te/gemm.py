@@ -65,8 +65,10 @@ def _product(
 
     Computed in fp32 where the hardware rounds only once (``exact``), else in the operands' type.
     """
-    a2 = numerics.dequantize(a, a_scale_inv, a_amax, attrs["a_format"], attrs["a_transposed"])
-    b2 = numerics.dequantize(b, b_scale_inv, b_amax, attrs["b_format"], attrs["b_transposed"])
+    a2 = numerics.dequantize(
+        a, a_scale_inv, a_amax, attrs["a_format"], attrs["a_transposed"], layout[0] == "N")
+    b2 = numerics.dequantize(
+        b, b_scale_inv, b_amax, attrs["b_format"], attrs["b_transposed"], layout[1] == "T")
     a2, b2 = a2.reshape(-1, a2.shape[-1]), b2.reshape(-1, b2.shape[-1])
     if exact or a2.dtype != b2.dtype:
         a2, b2 = a2.float(), b2.float()

@@ -41,9 +41,11 @@ def _grouped_gemm(
             _clear(target, bias_grad, i, accumulate)
             continue
         a2 = numerics.dequantize(
-            a[i], a_scale_inv[i], a_amax[i], attrs["a_format"], attrs["a_transposed"])
+            a[i], a_scale_inv[i], a_amax[i], attrs["a_format"], attrs["a_transposed"],
+            layout[0] == "N")
         b2 = numerics.dequantize(
-            b[i], b_scale_inv[i], b_amax[i], attrs["b_format"], attrs["b_transposed"])
+            b[i], b_scale_inv[i], b_amax[i], attrs["b_format"], attrs["b_transposed"],
+            layout[1] == "T")
         a2, b2 = a2.reshape(-1, a2.shape[-1]).float(), b2.reshape(-1, b2.shape[-1]).float()
         d = (b2.t() if layout[1] == "T" else b2) @ (a2.t() if layout[0] == "T" else a2)
         if bias:

@@ -13,14 +13,23 @@ from primus_ext.emulate.te.enums import ENUMS
 MODULE_NAME = "transformer_engine_torch"
 
 _FAMILIES = (
+    "activations",
     "attention",
     "attention_backend",
+    "bulk",
+    "cast",
     "gemm",
     "grouped_gemm",
     "misc",
+    "moe",
     "multi_tensor",
     "norms",
+    "recipe",
     "rope",
+    "router",
+    "softmax",
+    "swizzle",
+    "thd",
 )
 
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from primus_ext.emulate.te.cast_kernels import encode_fp8, take_maximum
 from primus_ext.emulate.te.ops import define
 
 _FORWARD = "*, float eps, bool zero_centered_gamma, ScalarType out_dtype"
@@ -30,17 +31,14 @@ def _flat(x: torch.Tensor) -> torch.Tensor:
 
 def _store(value: torch.Tensor, out: torch.Tensor, scale: Any, amax: Any, kind: str) -> None:
     """Write ``value`` into ``out``; FP8 outputs are scaled and their maximum is taken."""
-    if out.dtype != torch.uint8:
+    take_maximum(value, amax)
+    if out.dtype == torch.uint8:
+        out.copy_(encode_fp8(value.reshape(out.shape) * scale, kind))
+    else:
         out.copy_(value.reshape(out.shape))
-        return
-    from primus_ext.emulate.te.cast_kernels import encode_fp8
-
-    if amax is not None:
-        torch.maximum(amax, value.abs().max().reshape(amax.shape), out=amax)
-    out.copy_(encode_fp8(value.reshape(out.shape) * scale, kind))
 
 
-def _empty_rms(x: torch.Tensor, weight: Any, *, out_dtype: torch.dtype, **_: Any) -> Any:
+def _empty_rms(x: torch.Tensor, weight: Any, amax: Any, *, out_dtype: torch.dtype, **_: Any) -> Any:
     return x.new_empty(x.shape, dtype=out_dtype), _statistic(x)
 
 
@@ -51,14 +49,19 @@ def _rms(x: torch.Tensor, weight: torch.Tensor, eps: float, centered: bool) -> A
 
 
 @define(
-    f"rmsnorm_fwd(Tensor x, Tensor weight, {_FORWARD}) -> (Tensor, Tensor)", fake=_empty_rms
+    f"rmsnorm_fwd(Tensor x, Tensor weight, Tensor(a!)? amax, {_FORWARD}) -> (Tensor, Tensor)",
+    fake=_empty_rms,
 )
 def rmsnorm_fwd(
-    x: torch.Tensor, weight: torch.Tensor, *, eps: float, zero_centered_gamma: bool,
+    x: torch.Tensor, weight: torch.Tensor, amax: Any, *, eps: float, zero_centered_gamma: bool,
     out_dtype: torch.dtype,
 ) -> Any:
-    """``x * rsigma * gamma``; returns the output and rsigma (fp32, one a row)."""
+    """``x * rsigma * gamma``; returns the output and rsigma (fp32, one a row).
+
+    The maximum goes into ``amax`` if a following quantization wants it.
+    """
     y, rsigma = _rms(x, weight, eps, zero_centered_gamma)
+    take_maximum(y, amax)
     return y.reshape(x.shape).to(out_dtype), rsigma
 
 
@@ -116,7 +119,9 @@ def rmsnorm_bwd_add(
     return (dx + add.float().reshape(x.shape)).to(x.dtype), dgamma
 
 
-def _empty_layer(x: torch.Tensor, weight: Any, bias: Any, *, out_dtype: Any, **_: Any) -> Any:
+def _empty_layer(
+    x: torch.Tensor, weight: Any, bias: Any, amax: Any, *, out_dtype: Any, **_: Any
+) -> Any:
     return x.new_empty(x.shape, dtype=out_dtype), _statistic(x), _statistic(x)
 
 
@@ -129,16 +134,17 @@ def _layer(x: torch.Tensor, weight: Any, bias: Any, eps: float, centered: bool) 
 
 
 @define(
-    f"layernorm_fwd(Tensor x, Tensor weight, Tensor? bias, {_FORWARD})"
+    f"layernorm_fwd(Tensor x, Tensor weight, Tensor? bias, Tensor(a!)? amax, {_FORWARD})"
     " -> (Tensor, Tensor, Tensor)",
     fake=_empty_layer,
 )
 def layernorm_fwd(
-    x: torch.Tensor, weight: torch.Tensor, bias: Any, *, eps: float, zero_centered_gamma: bool,
-    out_dtype: torch.dtype,
+    x: torch.Tensor, weight: torch.Tensor, bias: Any, amax: Any, *, eps: float,
+    zero_centered_gamma: bool, out_dtype: torch.dtype,
 ) -> Any:
     """LayerNorm; returns the output, mu and rsigma (fp32, one a row)."""
     y, mu, rsigma = _layer(x, weight, bias, eps, zero_centered_gamma)
+    take_maximum(y, amax)
     return y.reshape(x.shape).to(out_dtype), mu, rsigma
 
 

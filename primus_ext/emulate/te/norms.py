@@ -33,8 +33,9 @@ def _quantized(quantizer: Any, x: torch.Tensor, dtype: torch.dtype, out: Any, ru
         if out._transpose is not None:
             cast.transpose_into(out._data, out._transpose)
         return out, statistics
-    temporary, *statistics = run(dtype)
-    cast.quantize_into(temporary, out, quantizer)
+    amax = cast.amax_buffer(x, out, quantizer)
+    temporary, *statistics = run(dtype, amax)
+    cast.quantize_into(temporary, out, quantizer, amax=amax)
     return out, tuple(statistics)
 
 
@@ -44,9 +45,9 @@ class _Rms:
     def __init__(self, *inputs: Any, **attributes: Any) -> None:
         self.inputs, self.attributes = inputs, attributes
 
-    def __call__(self, dtype: torch.dtype) -> Any:
+    def __call__(self, dtype: torch.dtype, amax: torch.Tensor | None = None) -> Any:
         """Into a new tensor of ``dtype``."""
-        return norm_ops.rmsnorm_fwd(*self.inputs, out_dtype=dtype, **self.attributes)
+        return norm_ops.rmsnorm_fwd(*self.inputs, amax, out_dtype=dtype, **self.attributes)
 
     def into(self, out: torch.Tensor, scale: Any = None, amax: Any = None, fmt: str = "") -> Any:
         """Into ``out``; returns the statistics as a tuple."""
@@ -57,9 +58,9 @@ class _Rms:
 class _Layer(_Rms):
     """One LayerNorm call with its inputs bound."""
 
-    def __call__(self, dtype: torch.dtype) -> Any:
+    def __call__(self, dtype: torch.dtype, amax: torch.Tensor | None = None) -> Any:
         """Into a new tensor of ``dtype``."""
-        return norm_ops.layernorm_fwd(*self.inputs, out_dtype=dtype, **self.attributes)
+        return norm_ops.layernorm_fwd(*self.inputs, amax, out_dtype=dtype, **self.attributes)
 
     def into(self, out: torch.Tensor, scale: Any = None, amax: Any = None, fmt: str = "") -> Any:
         """Into ``out``; returns the statistics as a tuple."""

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from primus_ext.emulate.te.bindings import binding
 from primus_ext.emulate.te.operands import Operand
 from primus_ext.emulate.te.ops import define
 from primus_ext.emulate.te.target import target
@@ -91,3 +92,19 @@ def group_for_gemm(group: list[Operand], tensors: list[Any]) -> list[Operand]:
         if x.data.numel() and _broadcasts(x):
             for_gemm(x, None)
     return group
+
+
+def swizzle_in_place(tensor: Any) -> None:
+    """Replace the scales of a quantized tensor by rearranged ones and mark it."""
+    for side in ("rowwise", "columnwise"):
+        scales = getattr(tensor, f"_{side}_scale_inv")
+        if scales is not None:
+            setattr(tensor, f"_{side}_scale_inv", _swizzle_scales(scales, format="in place"))
+    tensor._with_gemm_swizzled_scales = True
+
+
+@binding()
+def swizzle_scales_for_gemm_(tensor: Any) -> None:
+    """Rearrange the scales of an MXFP8 or NVFP4 tensor for the GEMM, unless they are."""
+    if not getattr(tensor, "_with_gemm_swizzled_scales", True):
+        swizzle_in_place(tensor)

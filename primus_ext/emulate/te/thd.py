@@ -151,15 +151,15 @@ def _grad_correction(
     second_half: str,
 ) -> None:
     axis = grad.dim() - 3
-    whole = "none" not in (first_half, second_half)
+    # a step that covers one half of the sequences holds no more than that half
+    whole = per_step.shape[axis] == grad.shape[axis]
     for start, end in _spans(cu_seqlens, 2):
         length = end - start
         for half, action in enumerate((first_half, second_half)):
             if action == "none":
                 continue
             target = grad.narrow(axis, 2 * start + half * length, length)
-            # a step that covers one half only holds just that half
-            begin = 2 * start + half * length if whole and per_step.shape == grad.shape else start
+            begin = 2 * start + half * length if whole else start
             source = per_step.narrow(axis, begin, length) if action != "zero" else None
             if action == "zero":
                 target.zero_()

@@ -51,14 +51,22 @@ def project(original: Callable[..., Any], call: inspect.BoundArguments) -> None:
     try:
         arguments = plans.arguments()
         config = plans.transformer_config(call.arguments["cfg_container"])
-        stages = roles.distinct_stages(arguments, config)
+        members = [(stage, None) for stage in roles.distinct_stages(arguments, config)]
+        if "ranks" in active.request:  # these instead of one of each kind
+            members = [
+                ((roles.pp_rank(r, arguments),), r) for r in active.request["ranks"]
+            ]
         traces: list[RankTrace] = []
-        for number, pp_ranks in enumerate(stages):
-            active.progress(number, len(stages), f"pipeline stage {pp_ranks[0]}")
+        for number, (pp_ranks, member) in enumerate(members):
+            active.progress(number, len(members), f"pipeline stage {pp_ranks[0]}")
             traces.append(
-                active.in_fork(lambda pp_ranks=pp_ranks: rank.trace(original, call, pp_ranks))
+                active.in_fork(
+                    lambda pp_ranks=pp_ranks, member=member: rank.trace(
+                        original, call, pp_ranks, member
+                    )
+                )
             )
-        active.progress(len(stages), len(stages), "composing")
+        active.progress(len(members), len(members), "composing")
         plan = plans.read(arguments, config)
         program = plans.program(active.request)
     except session.ProgramError as error:

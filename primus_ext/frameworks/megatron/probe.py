@@ -37,7 +37,7 @@ def labelled_ops(
     for index, chunk in enumerate(chunks):
         probes = []
         for field in ("micro_batch_size", "seq_length"):
-            with _doubled(args, field), _thinned(bare[index]):
+            with _doubled(args, field), thinned(bare[index]):
                 probes.append(
                     microbatch.record(
                         recorder, forward_step_func, model, index, scopes[index], config
@@ -62,8 +62,8 @@ def _doubled(args: Any, field: str) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _thinned(chunk: nn.Module) -> Iterator[None]:
-    """The chunk with one layer of each kind, the first (caches may make it differ) kept too."""
+def thinned(chunk: nn.Module) -> Iterator[None]:
+    """The chunk with the first layer and one more of each kind."""
     decoder = getattr(chunk, "decoder", None)
     layers = getattr(decoder, "layers", None)
     if not isinstance(layers, nn.ModuleList) or len(layers) < 3:

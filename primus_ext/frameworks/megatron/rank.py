@@ -23,9 +23,12 @@ class _Recorded(BaseException):
 
 
 def trace(
-    original: Callable[..., Any], call: inspect.BoundArguments, pp_ranks: tuple[int, ...]
+    original: Callable[..., Any],
+    call: inspect.BoundArguments,
+    pp_ranks: tuple[int, ...],
+    rank: int | None = None,
 ) -> RankTrace:
-    """Be the first rank of pipeline stage ``pp_ranks[0]``; meant to run in a fork.
+    """Be a rank of pipeline stage ``pp_ranks[0]``; meant to run in a fork.
 
     Megatron's own ``pretrain`` builds the model and the optimizer; where it would build data sets
     nothing is built, where it would train the recording runs.
@@ -34,13 +37,15 @@ def trace(
         original: Megatron's ``pretrain``.
         call: The user's arguments to it.
         pp_ranks: Pipeline ranks that hold the same modules.
+        rank: Global rank to be; by default the first of the stage.
     """
     import megatron.training.initialize as initialization
     import megatron.training.training as training
 
     args = plans.arguments()
-    rank = roles.global_rank(pp_ranks[0], args)
-    local_size = int(session.current().request["gpus_per_node"])
+    request = session.current().request
+    rank = roles.global_rank(pp_ranks[0], args) if rank is None else rank
+    local_size = int(request["gpus_per_node"])
     args.rank, args.local_rank = rank, rank % local_size
     _forget_outputs(args, call.arguments["cfg_container"])
     virtual_world.join(rank, args.world_size, local_size)
@@ -51,7 +56,8 @@ def trace(
 
     def setup_in_world(*a: Any, **k: Any) -> Any:
         recorder.group_names.update(memory.group_names())
-        world.enter_context(virtual_world.no_storage())
+        if request.get("storage", "none") == "none":
+            world.enter_context(virtual_world.no_storage())
         world.enter_context(recorder)
         return setup(*a, **k)
 
@@ -114,12 +120,15 @@ def _record(
     optimizer.step()  # the first step makes the optimizer's state
     static = memory.static(recorder, bare, model, optimizer)
     scopes = [Scopes(recorder, parts.parts(chunk)) for chunk in bare]
-    if args.fp8 or getattr(args, "fp4", None):
-        for index in range(len(model)):  # the first microbatch fills the quantized weights' cache
+    quantized = args.fp8 or getattr(args, "fp4", None)
+    for index, chunk in enumerate(bare):
+        # Workspaces and caches appear with the first microbatch.  They go by shape, so a few
+        # layers fill them, unless every layer keeps a quantized copy of its weights.
+        with contextlib.nullcontext() if quantized else probe.thinned(chunk):
             microbatch.record(
                 recorder, forward_step_func, model, index, scopes[index], config, first=True
             )
-        recorder.forget()
+    recorder.forget()
     chunks = tuple(
         microbatch.record(recorder, forward_step_func, model, index, scopes[index], config)
         for index in range(len(model))

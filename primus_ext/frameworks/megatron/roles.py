@@ -82,3 +82,12 @@ def global_rank(pp_rank: int, arguments: Any) -> int:
     if arguments.use_tp_pp_dp_mapping:
         return pp_rank * arguments.tensor_model_parallel_size * arguments.context_parallel_size
     return pp_rank * (arguments.world_size // arguments.pipeline_model_parallel_size)
+
+
+def pp_rank(rank: int, arguments: Any) -> int:
+    """The pipeline rank of a global rank (orders tp-cp-ep-dp-pp and tp-cp-ep-pp-dp)."""
+    pp = arguments.pipeline_model_parallel_size
+    if arguments.use_tp_pp_dp_mapping:
+        inner = arguments.tensor_model_parallel_size * arguments.context_parallel_size
+        return rank // inner % pp
+    return rank // (arguments.world_size // pp)

@@ -7,6 +7,7 @@ import hydra
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import body  # noqa: E402
+
 import hydra_conf  # noqa: E402, F401
 
 

@@ -1,0 +1,79 @@
+"""The ``primus-ext`` command."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections import defaultdict
+from collections.abc import Sequence
+from pathlib import Path
+
+from primus_ext import __version__
+from primus_ext.conf_dir import hydra_conf_dir
+from primus_ext.runner import Exit, say
+from primus_ext.runner.outcome import VERDICT_FILE
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one subcommand.
+
+    Args:
+        arguments: By default those of the process.
+
+    Returns:
+        The exit code.
+
+    Raises:
+        SystemExit: 2 for arguments that argparse refuses, 0 after ``--help`` or ``--version``.
+    """
+    asked = _parser().parse_args(arguments)
+    return int(asked.run(asked))
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="primus-ext",
+        description="Memory and time of one step of a Megatron training job, without running it. "
+        "A job is projected by adding +projection=simulate +target_cluster=NAME_AxB to its own "
+        "Hydra command.",
+    )
+    parser.add_argument("--version", action="version", version=f"primus-ext {__version__}")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    targets = commands.add_parser("targets", help="list what +target_cluster can name")
+    targets.set_defaults(run=_targets)
+    verdict = commands.add_parser(
+        "verdict",
+        help="say how a projection ended, and end with its exit code",
+        description="Say how a projection ended, and end with its exit code: launchers such as "
+        "torchrun turn every code of their workers into 1.",
+    )
+    verdict.add_argument("directory", type=Path, help="its output folder (+projection.out)")
+    verdict.set_defaults(run=_verdict)
+    return parser
+
+
+def _targets(_asked: argparse.Namespace) -> int:
+    shapes: defaultdict[str, list[tuple[int, int]]] = defaultdict(list)
+    for path in (hydra_conf_dir() / "target_cluster" / "target_cluster").glob("*.yaml"):
+        accelerator, _, shape = path.stem.rpartition("_")
+        nodes, _, gpus = shape.partition("x")
+        shapes[accelerator].append((int(nodes), int(gpus)))
+    for accelerator in sorted(shapes):
+        print(f"{accelerator}:", *(f"{a}x{b}" for a, b in sorted(shapes[accelerator])))
+    print("NAME_AxB is A nodes of B GPUs, for example +target_cluster=h100_8x8")
+    return Exit.DONE
+
+
+def _verdict(asked: argparse.Namespace) -> int:
+    path: Path = asked.directory / VERDICT_FILE
+    try:
+        ended = json.loads(path.read_text())
+        code, message = int(ended["exit_code"]), str(ended["message"])
+    except FileNotFoundError:
+        say(f"{path} does not exist: no projection ended there")
+        return Exit.USAGE
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        say(f"{path} can't be read as a verdict: {error}")
+        return Exit.USAGE
+    print(message)
+    return code

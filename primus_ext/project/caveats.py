@@ -1,0 +1,53 @@
+"""What a projection leaves out, said in the projection."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from primus_ext.cluster import Cluster
+from primus_ext.plan import Plan
+from primus_ext.project.memory import SLACK, SLACK_HIGH
+from primus_ext.trace import RankTrace
+
+_ALWAYS = (
+    "kernel launches that the host does not keep up with: the device is assumed to have work",
+    "clocks under sustained load: efficiencies come from microbenchmarks",
+    "compute slowed down by collectives that run beside it, and the reverse",
+    "contention between nodes: every GPU has the full bandwidth of its NIC",
+    "data loading, logging, evaluation, checkpoints, stragglers and jitter",
+    "the wait of an asynchronous collective is placed after the next matrix product or attention",
+)
+
+
+def not_modelled(plan: Plan, stages: Sequence[RankTrace], cluster: Cluster) -> tuple[str, ...]:
+    """Lines about this job on this target, the general ones last.
+
+    Args:
+        plan: The job.
+        stages: Trace of every pipeline rank.
+        cluster: The target.
+    """
+    lines = []
+    if plan.model.num_experts:
+        lines.append("imbalance between experts: every expert gets the same number of tokens")
+    if plan.flags.get("moe_shared_expert_overlap") or plan.flags.get(
+        "overlap_moe_expert_parallel_comm"
+    ):
+        lines.append("overlap of expert communication with other experts' or layers' work")
+    if plan.flags.get("tp_comm_overlap"):
+        lines.append("tp_comm_overlap: tensor-parallel communication is counted as not hidden")
+    if plan.flags.get("use_megatron_fsdp") or plan.flags.get("use_torch_fsdp2"):
+        lines.append("FSDP: parameters are counted as not sharded")
+    if int(plan.flags.get("num_distributed_optimizer_instances", 1) or 1) > 1:
+        lines.append("several distributed-optimizer instances: priced as one")
+    if plan.flags.get("cuda_graph_impl") not in (None, "", "none"):
+        lines.append("CUDA graphs")
+    if plan.flags.get("optimizer_cpu_offload"):
+        lines.append("optimizer offload to the host")
+    if cluster.accelerator.vendor == "amd":
+        lines.append("ROCm's own Transformer Engine kernels: the ops are those of NVIDIA's wheel")
+    lines.append(
+        f"allocator fragmentation: {SLACK:.1%} of the peak (median of published runs), "
+        f"{SLACK_HIGH:.1%} for at_risk"
+    )
+    return (*lines, *_ALWAYS)

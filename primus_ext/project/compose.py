@@ -1,0 +1,241 @@
+"""From a plan and the traces of its distinct ranks to the projection."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+from primus_ext.cluster import Cluster
+from primus_ext.cost.formats import require_precision
+from primus_ext.cost.model import CostModel
+from primus_ext.plan import Plan, ProgramRef
+from primus_ext.project import caveats, data_parallel, evidence, memory, stage
+from primus_ext.project.ledger import Kind, Ledger, TermName
+from primus_ext.project.programs import Shape
+from primus_ext.project.result import Projection, Term
+from primus_ext.project.schedule import Timeline, programs, simulate
+from primus_ext.project.throughput import throughput
+from primus_ext.trace import Collective, CollectiveKind, RankTrace, to_plain
+
+GRID = 2.0**-40
+"""Exposed seconds are multiples of this (0.9 ps), so that their sum is exact in any order."""
+
+
+class PlanError(ValueError):
+    """Plan, traces and target don't fit together; the message is one sentence."""
+
+
+def project(
+    plan: Plan,
+    traces: Sequence[RankTrace],
+    cluster: Cluster,
+    *,
+    mode: str,
+    program: ProgramRef | None = None,
+    warnings: Sequence[str] = (),
+) -> Projection:
+    """Memory and time of one step of a job on a target.
+
+    Args:
+        plan: The job.
+        traces: One for every distinct kind of rank; together they hold all pipeline ranks.
+        cluster: The target.
+        mode: How the traces came about: simulate or measure.
+        program: The program that the traces came from.
+        warnings: What the makers of the traces want to be known.
+
+    Raises:
+        PlanError: Traces are missing, or the target has another size than the job.
+        CostError: An op or a collective has no price.
+        ClusterError: The target lacks the precision of the job.
+        ScheduleError: The schedule is one that the framework refuses.
+    """
+    require_precision(cluster.accelerator, plan.precision)
+    stages = stage_traces(plan, traces, cluster)
+    shape = schedule_shape(plan)
+    step = _Step(plan, stages, cluster, shape)
+    terms, kinds = step.terms()
+    step_s = sum(term.exposed_seconds for term in terms)
+    return Projection(
+        plan=plan,
+        program=program,
+        cluster=_cluster(cluster),
+        mode=mode,
+        model={
+            "total_parameters": sum(trace.global_parameters for trace in stages),
+            "active_parameters": sum(trace.active_parameters for trace in stages),
+        },
+        memory=memory.verdict(plan, stages, cluster, shape),
+        throughput=throughput(plan, stages, cluster, step_s, kinds),
+        breakdown=tuple(terms),
+        not_modelled=caveats.not_modelled(plan, stages, cluster),
+        warnings=tuple(warnings),
+        provenance={
+            "binding_pp_rank": step.binding,
+            "prices": "model: published peaks, bandwidths and efficiencies",
+            "figures": to_plain(cluster.accelerator),
+            "network": {
+                key: to_plain(getattr(cluster, key))
+                for key in ("nic_bandwidth", "nic_efficiency", "nic_latency_s")
+            },
+            "interval": "published spread of operators, weighted by exposed time, added",
+        },
+    )
+
+
+def schedule_shape(plan: Plan) -> Shape:
+    """The pipeline schedule that the framework will run."""
+    flags = plan.flags
+    return Shape(
+        pp=plan.parallelism.pp,
+        vpp=plan.parallelism.vpp,
+        microbatches=plan.batch.num_microbatches,
+        group=int(flags.get("microbatch_group_size_per_vp_stage") or 0),
+        overlap_p2p=plan.parallelism.overlap_p2p and plan.parallelism.vpp > 1,
+        waits_for_sends=bool(flags.get("deallocate_pipeline_outputs", True)),
+    )
+
+
+def stage_traces(
+    plan: Plan, traces: Sequence[RankTrace], cluster: Cluster
+) -> tuple[RankTrace, ...]:
+    """The trace of every pipeline rank, in order.
+
+    Raises:
+        PlanError: A pipeline rank has none, or the sizes don't fit.
+    """
+    parallelism = plan.parallelism
+    if parallelism.world_size != cluster.world_size:
+        raise PlanError(
+            f"world_size={parallelism.world_size} is not legal on {cluster.name}: it has "
+            f"{cluster.world_size} GPUs"
+        )
+    if plan.batch.num_microbatches < 1:
+        raise PlanError(
+            f"gbs={plan.batch.gbs} is not legal: it must be at least mbs={plan.batch.mbs} times "
+            f"dp={plan.batch.dp}"
+        )
+    by_rank = {rank: trace for trace in traces for rank in trace.pp_ranks}
+    missing = [str(rank) for rank in range(parallelism.pp) if rank not in by_rank]
+    if missing:
+        raise PlanError(f"pipeline ranks {', '.join(missing)} have no trace")
+    found = tuple(by_rank[rank] for rank in range(parallelism.pp))
+    for rank, trace in enumerate(found):
+        if len(trace.chunks) != parallelism.vpp:
+            raise PlanError(
+                f"the trace of pipeline rank {rank} has {len(trace.chunks)} model chunks, the "
+                f"plan has vpp={parallelism.vpp}"
+            )
+    return found
+
+
+class _Step:
+    """The timeline of one step."""
+
+    def __init__(
+        self, plan: Plan, stages: Sequence[RankTrace], cluster: Cluster, shape: Shape
+    ) -> None:
+        self._plan, self._stages, self._shape = plan, stages, shape
+        self._cost = CostModel(cluster)
+        ranks = range(shape.pp)
+        known: dict[int, Any] = {}
+        for trace in stages:
+            if id(trace) not in known:
+                known[id(trace)] = (
+                    stage.price(self._cost, trace),
+                    data_parallel.bucket_times(self._cost, trace, plan.parallelism),
+                )
+        self._times = [known[id(stages[r])][0] for r in ranks]
+        self._buckets = [known[id(stages[r])][1] for r in ranks]
+        self._forward = [[c.forward.seconds for c in t.chunks] for t in self._times]
+        self._backward = [[c.backward.seconds for c in t.chunks] for t in self._times]
+        overlap = plan.parallelism.overlap_param_gather
+        self._first = [
+            data_parallel.first_forward_waits(self._buckets[r], self._forward[r], overlap)
+            for r in ranks
+        ]
+        self._boundary = self._boundary_seconds()
+        self.timeline: Timeline = simulate(
+            shape, programs(shape), self._forward, self._backward, self._boundary, self._first
+        )
+        self.binding = max(ranks, key=lambda r: self.timeline.busy[r])
+
+    def _boundary_seconds(self) -> list[float]:
+        """Seconds of a transfer across each boundary between stages."""
+        shape, pipeline = self._shape, self._stages[0].groups.get("pp", ())
+        if shape.pp > 1 and len(pipeline) != shape.pp:
+            raise PlanError(f"group pp has {len(pipeline)} ranks, the plan has pp={shape.pp}")
+        seconds = []
+        for boundary, size in enumerate(memory.boundary_bytes(self._stages, shape)):
+            here, there = boundary % shape.pp, (boundary + 1) % shape.pp
+            message = Collective(kind=CollectiveKind.SEND_RECV, group="pp", bytes=size, dtype="")
+            pair = (pipeline[here], pipeline[there])
+            seconds.append(self._cost.collective_seconds(message, pair).seconds)
+        return seconds
+
+    def _after(self, rank: int) -> tuple[float, float]:
+        """Seconds of the optimizer step, and of gathering parameters that nothing hides."""
+        overlap = self._plan.parallelism.overlap_param_gather
+        gather = 0.0 if overlap else sum(b.gather_s for b in self._buckets[rank])
+        return self._times[rank].step.seconds, gather
+
+    def _reduced(self, rank: int) -> float:
+        return data_parallel.reduced_at(
+            self._plan, self._shape, self.timeline, rank, self._buckets[rank],
+            self._backward[rank],
+        )  # fmt: skip
+
+    def terms(self) -> tuple[list[Term], dict[Kind, float]]:
+        """Terms of the binding rank, and its exposed seconds by kind of work."""
+        rank, timeline = self.binding, self.timeline
+        ranks = range(self._shape.pp)
+        total = Ledger()
+        for chunk in self._times[rank].chunks:
+            total.add(chunk.forward, self._shape.microbatches)
+            total.add(chunk.backward, self._shape.microbatches)
+        total.work(TermName.P2P, Kind.COMMUNICATION, timeline.p2p[rank])
+        self._data_parallel(total)
+        total.add(self._times[rank].step)
+        # the norm of the gradients makes all ranks wait for the last one
+        end = max(self._reduced(r) for r in ranks) + max(sum(self._after(r)) for r in ranks)
+        idle = max(0.0, end - total.seconds)
+        work = {kind: seconds for kind, seconds in total.kinds.items()}
+        share = 1 + idle / max(GRID, sum(work.values()))
+        total.work(TermName.BUBBLE, Kind.GEMM, idle)
+        terms = [self._term(name, total) for name in TermName if total.busy.get(name)]
+        return terms, {kind: seconds * share for kind, seconds in work.items()}
+
+    def _data_parallel(self, total: Ledger) -> None:
+        """Communication of gradients and parameters on the binding rank."""
+        rank = self.binding
+        _, gather = self._after(rank)
+        exposed = self._reduced(rank) - self.timeline.finish[rank]
+        exposed += sum(self._first[rank]) + gather
+        total.hidden(TermName.DATA, sum(b.reduce_s + b.gather_s for b in self._buckets[rank]))
+        total.waited(TermName.DATA, Kind.COMMUNICATION, exposed)
+
+    def _term(self, name: TermName, total: Ledger) -> Term:
+        return Term(
+            term=str(name),
+            seconds=total.busy[name],
+            exposed_seconds=round(total.exposed.get(name, 0.0) / GRID) * GRID,
+            evidence=evidence.of(name, self._plan, self._cost.cluster),
+        )
+
+
+def _cluster(cluster: Cluster) -> dict[str, Any]:
+    """What the report says of the target."""
+    plain = {
+        field.name: getattr(cluster, field.name)
+        for field in dataclasses.fields(cluster)
+        if isinstance(getattr(cluster, field.name), (str, int))
+    }
+    accelerator = cluster.accelerator
+    return {
+        **plain,
+        "world_size": cluster.world_size,
+        "accelerator": accelerator.name,
+        "arch": accelerator.arch,
+        "memory_bytes": int(accelerator.hbm_bytes.value),
+    }

@@ -1,0 +1,162 @@
+"""Reduction of gradient buckets and gathering of parameters, overlapped as Megatron does it.
+
+With ``overlap_grad_reduce`` a bucket is reduced as soon as the last microbatch's backward has
+passed its parameters; later pipeline ranks (``align_grad_reduce``, Megatron's default) start when
+the first one does.  With ``overlap_param_gather`` a bucket is gathered while the forward of the
+first microbatch works on the bucket before it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+from primus_ext.cost.model import CostModel
+from primus_ext.cost.priced import CostError
+from primus_ext.plan import Parallelism, Plan
+from primus_ext.project.interleaved import order
+from primus_ext.project.programs import Shape
+from primus_ext.project.schedule import Timeline
+from primus_ext.trace import Bucket, Collective, CollectiveKind, RankTrace
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class BucketTimes:
+    """One bucket on one rank."""
+
+    chunk: int
+    group: str
+    share: float
+    """Of the parameters that the same chunk reduces over the same group."""
+    reduce_s: float
+    gather_s: float
+
+
+def bucket_times(
+    cost: CostModel, trace: RankTrace, parallelism: Parallelism
+) -> list[BucketTimes]:
+    """Price the buckets of a rank, in the order in which the backward fills them.
+
+    Raises:
+        CostError: The group of a bucket is not in the trace, or not on the target.
+    """
+    totals: dict[tuple[int, str], int] = {}
+    for bucket in trace.buckets:
+        key = (bucket.chunk, bucket.group)
+        totals[key] = totals.get(key, 0) + bucket.parameters
+    sharded = parallelism.distributed_optimizer
+    times = []
+    for bucket in trace.buckets:
+        share = bucket.parameters / max(1, totals[bucket.chunk, bucket.group])
+        kind = CollectiveKind.REDUCE_SCATTER if sharded else CollectiveKind.ALL_REDUCE
+        reduce_s = _seconds(cost, trace, bucket, kind, bucket.grad_bytes)
+        gather_s = 0.0
+        if sharded:
+            gather = CollectiveKind.ALL_GATHER
+            gather_s = _seconds(cost, trace, bucket, gather, bucket.param_bytes)
+        times.append(BucketTimes(bucket.chunk, bucket.group, share, reduce_s, gather_s))
+    return times
+
+
+def _seconds(
+    cost: CostModel, trace: RankTrace, bucket: Bucket, kind: CollectiveKind, size: int
+) -> float:
+    ranks = trace.groups.get(bucket.group)
+    if ranks is None:
+        raise CostError(
+            f"group {bucket.group} of a gradient bucket is not in the trace: it has "
+            f"{', '.join(trace.groups)}"
+        )
+    if len(ranks) == 1 or not size:
+        return 0.0
+    collective = Collective(kind=kind, group=bucket.group, bytes=size, dtype="")
+    return cost.collective_seconds(collective, ranks).seconds
+
+
+def first_forward_waits(
+    buckets: Sequence[BucketTimes], forward: Sequence[float], overlap: bool
+) -> list[float]:
+    """Seconds that the first microbatch's forward waits for parameters, by chunk.
+
+    The first bucket is waited for; each next one is gathered beside the forward of the one before.
+
+    Args:
+        buckets: Of one rank, in backward order.
+        forward: Seconds of a forward, by chunk.
+        overlap: ``overlap_param_gather``; without it nothing is gathered during the forward.
+    """
+    waits = [0.0 for _ in forward]
+    if not overlap:
+        return waits
+    beside: dict[tuple[int, str], float] = {}
+    for bucket in reversed(buckets):
+        key = (bucket.chunk, bucket.group)
+        waits[bucket.chunk] += max(0.0, bucket.gather_s - beside.get(key, 0.0))
+        beside[key] = bucket.share * forward[bucket.chunk]
+    return waits
+
+
+def reduced_at(
+    plan: Plan,
+    shape: Shape,
+    timeline: Timeline,
+    rank: int,
+    buckets: Sequence[BucketTimes],
+    backward: Sequence[float],
+) -> float:
+    """When the gradients of one pipeline rank are reduced, on the timeline of the step.
+
+    Args:
+        plan: The job.
+        shape: The schedule.
+        timeline: Of the pipeline.
+        rank: Pipeline rank.
+        buckets: Of this rank.
+        backward: Seconds of a backward, by chunk.
+    """
+    finish = timeline.finish[rank]
+    if not plan.parallelism.overlap_grad_reduce:
+        return finish + sum(bucket.reduce_s for bucket in buckets)
+    starts = _starts(plan, shape, timeline, rank, buckets, backward)
+    free = 0.0
+    for start, bucket in sorted(zip(starts, buckets, strict=True), key=lambda pair: pair[0]):
+        free = max(free, start) + bucket.reduce_s
+    return max(finish, free)
+
+
+def _starts(
+    plan: Plan,
+    shape: Shape,
+    timeline: Timeline,
+    rank: int,
+    buckets: Sequence[BucketTimes],
+    backward: Sequence[float],
+) -> list[float]:
+    """Earliest start of the reduction of each bucket."""
+    aligned = shape.pp > 1 and bool(plan.flags.get("align_grad_reduce", True))
+    last = _last_backwards(shape)
+    ends = timeline.backward_ends[rank]
+    if aligned and shape.vpp > 1:
+        # a chunk is reduced when the first rank's chunk is through: rank backwards later here
+        at = [min(position + rank, len(ends) - 1) for position in last]
+        return [ends[at[bucket.chunk]] for bucket in buckets]
+    if aligned and rank > 0:
+        return [timeline.finish[rank] for _ in buckets]
+    starts, passed = [], {}
+    for bucket in buckets:
+        key = (bucket.chunk, bucket.group)
+        passed[key] = passed.get(key, 0.0) + bucket.share
+        end = ends[last[bucket.chunk]]
+        starts.append(end - (1 - min(1.0, passed[key])) * backward[bucket.chunk])
+    return starts
+
+
+def _last_backwards(shape: Shape) -> list[int]:
+    """Position of the last microbatch's backward in a rank's order, by chunk."""
+    if shape.vpp == 1:
+        return [shape.microbatches - 1]
+    found = [0 for _ in range(shape.vpp)]
+    for position, (microbatch, chunk) in enumerate(order(shape)):
+        if microbatch == shape.microbatches - 1:
+            found[shape.vpp - 1 - chunk] = position
+    return found

@@ -1,0 +1,34 @@
+"""How each term is known, in words."""
+
+from __future__ import annotations
+
+from primus_ext.cluster import Cluster
+from primus_ext.cost.formats import format_of_precision
+from primus_ext.plan import Plan
+from primus_ext.project.ledger import TermName
+
+_COMMUNICATION = (TermName.TENSOR, TermName.CONTEXT, TermName.EXPERT, TermName.OTHER,
+                  TermName.DATA, TermName.P2P)  # fmt: skip
+_TRAFFIC = (TermName.MEMORY, TermName.QUANTIZE, TermName.OPTIMIZER)
+
+
+def of(term: TermName, plan: Plan, cluster: Cluster) -> str:
+    """Evidence of one term: its kind (``model``), and what it stands on."""
+    accelerator = cluster.accelerator
+    number_format = format_of_precision(plan.precision)
+    share = accelerator.gemm_efficiency.get(number_format)
+    gemm = f"{share.value:.0%} of the {number_format} peak" if share else "published efficiency"
+    memory = f"{accelerator.hbm_efficiency.value:.0%} of the memory bandwidth"
+    if term in (TermName.GEMM, TermName.GROUPED_GEMM):
+        return f"model: {gemm}"
+    if term is TermName.ATTENTION:
+        ahead = accelerator.attention_efficiency["forward"].value
+        back = accelerator.attention_efficiency["backward"].value
+        return f"model: {ahead:.0%} forward, {back:.0%} backward of the bf16 peak"
+    if term in _TRAFFIC:
+        return f"model: {memory}"
+    if term in (TermName.EDGES, TermName.RECOMPUTE):
+        return f"model: {gemm}, {memory}"
+    if term in _COMMUNICATION:
+        return "model: rings over scale-up links and NICs, published efficiencies"
+    return f"schedule: event simulation of {plan.schedule}"

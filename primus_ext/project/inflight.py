@@ -1,0 +1,124 @@
+"""Live activations of a pipeline rank over its program, and the highest moment of it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+from primus_ext.project.programs import FORWARD, TRANSFER, Program, Shape, Transfers
+from primus_ext.trace import ChunkMemory
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Moment:
+    """What is live beside the static tensors, bytes."""
+
+    activations: int
+    """Held between forward and backward by all microbatches in flight, this one included."""
+    temporaries: int
+    """Above that, inside the forward or backward that runs."""
+    communication: int
+    """Received and not used yet, or computed and not sent yet."""
+    microbatches: tuple[int, ...]
+    """In flight, by chunk."""
+
+    @property
+    def total(self) -> int:
+        """All of it."""
+        return self.activations + self.temporaries + self.communication
+
+
+def steady(shape: Shape) -> Shape:
+    """A schedule with fewer microbatches that reaches the same highest moment.
+
+    What is in flight repeats with every group of microbatches once the warm-up is over; the last,
+    incomplete group is kept.
+    """
+    group = shape.group_size if shape.vpp > 1 else 1
+    enough = 3 * group if shape.vpp > 1 else 2 * shape.pp
+    surplus = max(0, shape.microbatches - enough) // group * group
+    return dataclasses.replace(shape, microbatches=shape.microbatches - surplus)
+
+
+class _Live:
+    """Counts bytes while a program is walked."""
+
+    def __init__(self, shape: Shape, rank: int, sizes: Sequence[int]) -> None:
+        self._transfers, self._rank, self._pp = Transfers(shape), rank, shape.pp
+        self._sizes, self._kept_after_send = sizes, not shape.waits_for_sends
+        self.buffers = 0
+
+    def size(self, transfer: int) -> int:
+        """Bytes of a transfer; 0 for none."""
+        return self._sizes[self._transfers.boundary(transfer)] if transfer >= 0 else 0
+
+    def _is_mine(self, transfer: int) -> bool:
+        """Whether this rank is the sender."""
+        boundary, backward = self._transfers.boundary(transfer), transfer & 1
+        return (boundary + backward) % self._pp == self._rank
+
+    def transfer(self, posts: Sequence[int], waits: Sequence[int]) -> None:
+        """Receive buffers are allocated when posted; sent tensors are freed when complete."""
+        for t in posts:
+            if not self._is_mine(t):
+                self.buffers += self.size(t)
+            elif self._kept_after_send and not t & 1 and t not in waits:
+                self.buffers -= self.size(t)
+        for t in waits:
+            if self._is_mine(t):
+                self.buffers -= self.size(t)
+
+    def work(self, forward: bool, chunk: int, microbatch: int) -> tuple[int, int]:
+        """Bytes that a forward or backward takes over from the buffers and hands to them."""
+        of = self._transfers
+        if forward:
+            taken = of.forward_in(self._rank, chunk, microbatch)
+            made = of.forward_out(self._rank, chunk, microbatch)
+        else:
+            taken = of.backward_in(self._rank, chunk, microbatch)
+            made = of.backward_out(self._rank, chunk, microbatch)
+        return self.size(taken), self.size(made)
+
+
+def peak(
+    shape: Shape,
+    program: Program,
+    rank: int,
+    chunks: Sequence[ChunkMemory],
+    sizes: Sequence[int],
+) -> Moment:
+    """The highest moment of one pipeline rank.
+
+    A chunk's own memory holds the activation that it received (forward) and the gradient that it
+    received (backward), as the recording of one microbatch has it.
+
+    Args:
+        shape: The schedule.
+        program: Of this rank.
+        rank: Pipeline rank.
+        chunks: Memory of one microbatch, by chunk.
+        sizes: Bytes that cross each boundary between stages.
+    """
+    live = _Live(shape, rank, sizes)
+    counts = [0 for _ in chunks]
+    saved = 0
+    best = Moment(0, 0, 0, tuple(counts))
+    for kind, first, second in program:
+        if kind == TRANSFER:
+            live.transfer(first, second)
+            continue
+        forward, memory = kind == FORWARD, chunks[first]
+        taken, made = live.work(forward, first, second)
+        live.buffers -= taken
+        if forward:
+            counts[first] += 1
+            saved += memory.saved_bytes
+        top = memory.forward_peak_bytes if forward else memory.backward_peak_bytes
+        above = max(0, top - memory.saved_bytes)
+        if saved + above + live.buffers > best.total:
+            best = Moment(saved, above, live.buffers, tuple(counts))
+        if not forward:
+            counts[first] -= 1
+            saved -= memory.saved_bytes
+        live.buffers += made
+    return best

@@ -1,0 +1,85 @@
+"""Model FLOPs, MFU and the interval around a step time."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from primus_ext.cluster import Cluster
+from primus_ext.cost.formats import format_of_precision, peak_flops
+from primus_ext.plan import Plan
+from primus_ext.project.ledger import Kind
+from primus_ext.project.result import Throughput
+from primus_ext.trace import Family, RankTrace
+
+LEVEL = 0.8
+"""Probability that the interval is meant to hold the measured step time."""
+
+_MODEL = (Family.GEMM, Family.GROUPED_GEMM, Family.ATTENTION)
+
+
+def forward_flops(trace: RankTrace) -> int:
+    """FLOPs of one microbatch's forward on one rank: matrix products and attention.
+
+    Causal attention counts the half that is computed; recomputation does not count.
+    """
+    flops = 0
+    for chunk in trace.chunks:
+        for segment in chunk.segments:
+            for call in segment.forward:
+                op = trace.ops[call.op]
+                if call.phase == "forward" and op.family in _MODEL:
+                    flops += op.flops * segment.count
+    return flops
+
+
+def model_flops_per_gpu(plan: Plan, stages: Sequence[RankTrace]) -> float:
+    """FLOPs of one step that one GPU owes the model: three forwards of every microbatch."""
+    forwards = sum(forward_flops(trace) for trace in stages)
+    return 3.0 * forwards * plan.batch.num_microbatches / plan.parallelism.pp
+
+
+def half_width(cluster: Cluster, kinds: dict[Kind, float]) -> float:
+    """Half width of the interval on the logarithm of the step time.
+
+    The uncertainties of the kinds of work are weighted by their exposed time and added, as if all
+    were wrong in the same direction: what is off in one kernel is off in all of its kind.
+    """
+    total = math.fsum(kinds.values())
+    if not total:
+        return 0.0
+    residuals = cluster.accelerator.residuals
+    return math.fsum(s / total * residuals[str(kind)].value for kind, s in kinds.items())
+
+
+def throughput(
+    plan: Plan,
+    stages: Sequence[RankTrace],
+    cluster: Cluster,
+    step_s: float,
+    kinds: dict[Kind, float],
+) -> Throughput:
+    """Everything that follows from the step time.
+
+    Args:
+        plan: The job.
+        stages: Trace of every pipeline rank.
+        cluster: The target.
+        step_s: Seconds of a step.
+        kinds: Exposed seconds by kind of work.
+    """
+    tokens = plan.batch.gbs * plan.batch.seq
+    rate = model_flops_per_gpu(plan, stages) / step_s
+    peak = peak_flops(cluster.accelerator, format_of_precision(plan.precision))
+    width = half_width(cluster, kinds)
+    return Throughput(
+        step_s=step_s,
+        tokens_per_s_per_gpu=tokens / step_s / plan.parallelism.world_size,
+        model_tflops_per_gpu=rate / 1e12,
+        mfu=rate / peak,
+        interval={
+            "low": step_s * math.exp(-width),
+            "high": step_s * math.exp(width),
+            "level": LEVEL,
+        },
+    )

@@ -1,0 +1,107 @@
+"""The child process: its answer, its output, and that nothing of it stays."""
+
+from __future__ import annotations
+
+import os
+import select
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from primus_ext.runner import child
+from tests.never_train.support import APPS
+
+Runner = Callable[..., dict[str, Any]]
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Runner:
+    monkeypatch.setattr(child, "BOOTSTRAP", "fake_child")
+    monkeypatch.setenv("PYTHONPATH", str(APPS))
+
+    def run(play: str, progress: child.Progress = lambda *_: None, **more: Any) -> dict[str, Any]:
+        request = {"play": play, "cwd": str(tmp_path), **more}
+        return child.run(request, [], tmp_path, tmp_path / "child.log", progress)
+
+    return run
+
+
+def gone(pid: int) -> bool:
+    """Wait for the end of a process that was told to end; False if it goes on."""
+    try:
+        handle = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return True
+    waiter = select.poll()
+    waiter.register(handle, select.POLLIN)
+    try:
+        return bool(waiter.poll(30_000))
+    finally:
+        os.close(handle)
+
+
+def test_answer_log_and_progress(run: Runner, tmp_path: Path):
+    told: list[tuple[int, int, str]] = []
+    answer = run("ok", lambda *step: told.append(step))
+    assert answer["plan"] == {"a": 1}
+    assert told == [(1, 3, "stage 0")]
+    log = (tmp_path / "child.log").read_text()
+    assert sorted(log.splitlines()) == ["first line", "no newline at the end", "on stderr"]
+
+
+def test_an_error_is_one_sentence(run: Runner):
+    with pytest.raises(child.ChildError, match="^tp=3$") as error:
+        run("error")
+    assert error.value.exit_code == 2 and error.value.tail == ()
+
+
+def test_a_crash_shows_its_last_lines(run: Runner, tmp_path: Path):
+    with pytest.raises(child.ChildError, match="exit code 1") as error:
+        run("crash")
+    assert error.value.exit_code == 4
+    assert error.value.tail[-1] == "ZeroDivisionError: in the user's program"
+    assert str(tmp_path / "child.log") in str(error.value)
+
+
+def test_a_killed_child_names_the_signal(run: Runner):
+    with pytest.raises(child.ChildError, match="SIGKILL") as error:
+        run("killed")
+    assert error.value.exit_code == 4 and error.value.tail == ("before the end",)
+
+
+def test_what_the_program_leaves_in_the_background_is_ended(run: Runner, tmp_path: Path):
+    """It keeps the pipe open, which must not keep us either."""
+    pid_file = tmp_path / "pid"
+    run("background", pid_file=str(pid_file))
+    assert gone(int(pid_file.read_text()))
+
+
+def test_ctrl_c_ends_the_whole_group(run: Runner, tmp_path: Path):
+    pid_file = tmp_path / "pids"
+
+    def interrupt(*_step: object) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run("forever", interrupt, pid_file=str(pid_file))
+    pids = [int(pid) for pid in pid_file.read_text().split()]
+    assert len(pids) == 2 and all(gone(pid) for pid in pids)
+
+
+def test_the_environment_is_not_that_of_the_parents_rank(
+    run: Runner, monkeypatch: pytest.MonkeyPatch
+):
+    for name in ("RANK", "WORLD_SIZE", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "SLURM_PROCID"):
+        monkeypatch.setenv(name, "7")
+    monkeypatch.setenv("OF_THE_USER", "kept")
+    seen = run("environment")["plan"]
+    assert not {"RANK", "WORLD_SIZE", "TORCHELASTIC_RUN_ID", "SLURM_PROCID"} & set(seen)
+    assert seen["OF_THE_USER"] == "kept" and seen[child.MARK] == "1"
+    assert seen["WANDB_MODE"] == "disabled"
+
+
+def test_modules_of_the_working_folder_do_not_shadow(run: Runner, tmp_path: Path):
+    (tmp_path / "json.py").write_text("raise SystemExit('shadowed')")
+    assert run("ok")["plan"] == {"a": 1}
