@@ -209,7 +209,8 @@ class JsonLog:
     def add_scalar(self, tag: str, value: Any, step: int) -> None:
         """Write one value."""
         if self._file is None:
-            self._file = open(self._path, "w", buffering=1)
+            os.makedirs(os.path.dirname(os.path.abspath(self._path)), exist_ok=True)
+            self._file = open(self._path, "w", buffering=1)  # noqa: SIM115 (open to the end)
         if " vs samples" not in tag:
             line = {"step": step, "name": tag, "value": float(value)}
             self._file.write(json.dumps(line) + "\n")
@@ -230,7 +231,7 @@ def datasets(samples: list[int], vp_stage: int | None = None) -> Any:
     from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
     from megatron.training import get_args
 
-    args = get_args()
+    args: Any = get_args()
     config = GPTDatasetConfig(
         random_seed=args.seed,
         sequence_length=args.seq_length,
@@ -259,9 +260,8 @@ def get_batch(iterator: Any, vp_stage: int | None) -> dict[str, Any]:
         return dict.fromkeys(names)
     sample = next(iterator)
     batch = {name: sample[name].cuda(non_blocking=True) for name in names}
-    return get_batch_on_this_cp_rank(
-        batch, is_hybrid_cp=False, cp_group=mpu.get_context_parallel_group()
-    )
+    ranks: Any = mpu.get_context_parallel_group()
+    return get_batch_on_this_cp_rank(batch, is_hybrid_cp=False, cp_group=ranks)
 
 
 def loss_function(loss_mask: Any, losses: Any) -> tuple[Any, Any, dict[str, Any]]:

@@ -203,6 +203,28 @@ def test_a_projection_group_of_the_users_own_with_our_option(tmp_path: Path):
     did_not_train(run, 2)
 
 
+@pytest.mark.parametrize("way", ["script", "torchrun", "spawn", "fork", "forkserver"])
+def test_an_app_that_trains_in_processes_of_its_own(way: str, tmp_path: Path):
+    """Hydra knows nothing of these: what the child starts inherits the tripwire."""
+    run = run_app("launcher", MODE, tmp_path, NEVER_TRAIN_LAUNCH=way)
+    assert run.code in (1, 2), run.stderr
+    assert run.touched() == []
+    assert run.verdict["exit_code"] == run.code and run.verdict["projection"] is None
+
+
+def test_the_launcher_trains_without_us(tmp_path: Path):
+    run = run_app("launcher", [], tmp_path, NEVER_TRAIN_LAUNCH="spawn")
+    assert run.code == 0 and "step" in run.did
+
+
+def test_a_program_without_hydra_main(tmp_path: Path):
+    """Nobody takes over; the tripwire stops it."""
+    run = run_app("composed", MODE[:2], tmp_path)
+    assert run.code == 4 and run.touched() == []
+    assert "needs a program that runs under @hydra.main" in run.stderr
+    assert run_app("composed", [OUT], tmp_path / "alone").code == 2
+
+
 # Every kind of app under every release
 
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from primus_ext.emulate import registry, tripwire
+from primus_ext.emulate import registry, schedulers, tripwire
 
 TRIES = """
 import io, os, sys
@@ -125,3 +126,55 @@ def test_trackers_are_silent_where_they_are_installed(tmp_path: Path):
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout == "mlflow is absent\n"
+
+
+@pytest.mark.parametrize(
+    ("words", "found"),
+    [
+        (["sbatch", "job.sh"], "sbatch"),
+        (["/opt/slurm/bin/srun", "python", "t.py"], "srun"),
+        (["sh", "-c", "cd /x && mpirun -n 8 python t.py"], "mpirun"),
+        (["/bin/bash", "-c", "echo 'unfinished; sbatch job.sh"], "sbatch"),
+        (["python", "sbatch.py"], None),
+        (["grep", "srun", "file"], None),
+        (["sh", "-c", "make # srun"], None),
+        (["sh", "srun"], None),
+        ([], None),
+    ],
+)
+def test_commands_of_schedulers(words: list[str], found: str | None):
+    assert schedulers.scheduler_in(words) == found
+
+
+SUBMITS = """
+import os, pathlib, subprocess, sys
+from primus_ext.emulate import tripwire
+tripwire.arm()
+ways = {
+    "Popen": lambda: subprocess.run(["sbatch", "job"]),
+    "path": lambda: subprocess.run(pathlib.Path("sbatch")),
+    "shell": lambda: subprocess.run("true && sbatch job", shell=True),
+    "system": lambda: os.system("sbatch job"),
+    "spawn": lambda: os.posix_spawn(sys.argv[1], ["sbatch"], os.environ),
+    "exec": lambda: os.execvp("sbatch", ["sbatch", "job"]),
+    "other": lambda: subprocess.run(["true"], check=True),
+}
+for name, way in ways.items():
+    try:
+        way()
+    except tripwire.TrainingAttempted as error:
+        assert "sbatch was about to start a job" in str(error)
+        print(name)
+"""
+
+
+def test_no_job_is_submitted(tmp_path: Path):
+    sbatch = tmp_path / "sbatch"
+    sbatch.write_text(f"#!/bin/sh\ntouch {tmp_path}/submitted\n")
+    sbatch.chmod(0o755)
+    env = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    line = [sys.executable, "-c", SUBMITS, str(sbatch)]
+    done = subprocess.run(line, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["Popen", "path", "shell", "system", "spawn", "exec"]
+    assert not (tmp_path / "submitted").exists()

@@ -12,8 +12,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from megatron.core import parallel_state
-from megatron.core.tensor_parallel import get_cuda_rng_tracker
+from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnMaskType
@@ -59,12 +58,9 @@ class HostAttention(DotProductAttention):
         MegatronModule.__init__(self, config=config)
         if attn_mask_type not in (AttnMaskType.causal, AttnMaskType.padding_causal):
             raise ValueError(f"attention mask {attn_mask_type} is not supported; use causal")
-        self.tp_group = (
-            pg_collection.tp if pg_collection else parallel_state.get_tensor_model_parallel_group()
-        )
-        self.cp_group = (
-            getattr(pg_collection, "cp", None) or parallel_state.get_context_parallel_group()
-        )
+        groups = pg_collection or ProcessGroupCollection.use_mpu_process_groups(["tp", "cp"])
+        self.tp_group: Any = groups.tp
+        self.cp_group: Any = groups.cp
         self.scale = softmax_scale or 1.0 / math.sqrt(config.kv_channels)
         if config.apply_query_key_layer_scaling:
             self.scale /= max(1, layer_number)
@@ -78,8 +74,7 @@ class HostAttention(DotProductAttention):
             heads = config.num_attention_heads // self.tp_group.size()
             offset = torch.empty(heads, dtype=config.params_dtype)
             if config.perform_initialization:
-                with get_cuda_rng_tracker().fork():
-                    config.init_method(offset)
+                config.init_method(offset)
             self.softmax_offset = torch.nn.Parameter(offset)
         elif config.softmax_type != "vanilla":
             raise ValueError(

@@ -16,6 +16,7 @@ import importlib.util
 import sys
 from collections.abc import Callable, Sequence
 from types import ModuleType
+from typing import Any
 
 
 class PatchError(RuntimeError):
@@ -38,7 +39,7 @@ class Patch:
     """Releases that the patch was written for, e.g. ``megatron-core 0.19``."""
     reason: str
     """Why it is needed, in one sentence."""
-    apply: Callable[[ModuleType], None]
+    apply: Callable[[Any], None]
 
 
 _patches: dict[str, Patch] = {}
@@ -48,7 +49,7 @@ _waiting: dict[str, list[Patch]] = {}
 
 def patch(
     module: str, *attributes: str, group: str, versions: str, reason: str, name: str = ""
-) -> Callable[[Callable[[ModuleType], None]], Callable[[ModuleType], None]]:
+) -> Callable[[Callable[[Any], None]], Callable[[Any], None]]:
     """Declare the decorated function as the ``apply`` of a :class:`Patch`.
 
     Args:
@@ -60,7 +61,7 @@ def patch(
         name: Unique name; by default the function's own name without leading underscores.
     """
 
-    def register(apply: Callable[[ModuleType], None]) -> Callable[[ModuleType], None]:
+    def register(apply: Callable[[Any], None]) -> Callable[[Any], None]:
         label = name or f"{apply.__module__.rpartition('.')[2]}.{apply.__name__.strip('_')}"
         if label in _patches:
             raise ValueError(f"two patches are named {label!r}")

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import functools
 import logging
-import types
 from typing import Any
 
 import torch
@@ -19,7 +18,7 @@ _MCORE = "megatron-core 0.19"
 
 @patch("megatron.core.transformer.torch_norm", "WrappedTorchNorm", group="cpu_training",
        versions=_MCORE, reason="the local norm refuses sequence parallelism")
-def _norm(module: types.ModuleType) -> None:
+def _norm(module: Any) -> None:
     from primus_ext.emulate.cpu_spec import HostNorm
 
     module.WrappedTorchNorm = HostNorm
@@ -28,7 +27,7 @@ def _norm(module: types.ModuleType) -> None:
 @patch("megatron.core.transformer.dot_product_attention", "DotProductAttention",
        group="cpu_training", versions=_MCORE,
        reason="the local attention refuses context parallelism and keeps whole score matrices")
-def _attention(module: types.ModuleType) -> None:
+def _attention(module: Any) -> None:
     from primus_ext.emulate.cpu_attention import HostAttention
 
     module.DotProductAttention = HostAttention
@@ -38,7 +37,7 @@ def _attention(module: types.ModuleType) -> None:
        group="cpu_training", versions=_MCORE,
        reason="gloo's all_to_all_single takes lists of split sizes, no tensors; Megatron makes "
               "lists only of what it finds on a GPU")
-def _splits(module: types.ModuleType) -> None:
+def _splits(module: Any) -> None:
     original = module.maybe_move_tensor_to_cpu
 
     @functools.wraps(original)
@@ -52,7 +51,7 @@ def _splits(module: types.ModuleType) -> None:
 
 @patch("megatron.training.initialize", "initialize_megatron", group="cpu_training",
        versions=_MCORE, reason="pretrain() calls it without allow_no_cuda=True")
-def _initialize(module: types.ModuleType) -> None:
+def _initialize(module: Any) -> None:
     module.initialize_megatron = functools.partial(
         module.initialize_megatron, allow_no_cuda=True
     )
@@ -60,7 +59,7 @@ def _initialize(module: types.ModuleType) -> None:
 
 @patch("megatron.core.datasets.utils", "compile_helpers", group="cpu_training",
        versions=_MCORE, reason="the wheel ships the compiled helper and no makefile")
-def _helpers(module: types.ModuleType) -> None:
+def _helpers(module: Any) -> None:
     module.compile_helpers = lambda: None
 
 
@@ -68,5 +67,5 @@ def _helpers(module: types.ModuleType) -> None:
        versions=_MCORE,
        reason="it warns that the CPU's random state changed while the GPU's was forked: here both "
               "are one")
-def _rng_warning(module: types.ModuleType) -> None:
+def _rng_warning(module: Any) -> None:
     logging.getLogger(module.__name__).setLevel(logging.ERROR)

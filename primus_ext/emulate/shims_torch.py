@@ -56,7 +56,7 @@ _DEVICE = (
 
 @patch("torch.cuda", *_DEVICE, group="accelerator", versions=_TORCH,
        reason="device queries reach for the driver; their answers decide what frameworks allow")
-def _device_queries(module: types.ModuleType) -> None:
+def _device_queries(module: Any) -> None:
     profile = _profile()
     major, minor = profile.compute_capability
     properties = types.SimpleNamespace(
@@ -92,7 +92,7 @@ _STREAMS = (
 
 @patch("torch.cuda", *_STREAMS, group="accelerator", versions=_TORCH,
        reason="streams and events need a driver; on the host everything runs in order")
-def _streams(module: types.ModuleType) -> None:
+def _streams(module: Any) -> None:
     main = HostStream()
     _replace(
         module,
@@ -116,7 +116,7 @@ _MEMORY = (
 
 @patch("torch.cuda", *_MEMORY, group="accelerator", versions=_TORCH,
        reason="there is no caching allocator: its statistics are zero")
-def _memory(module: types.ModuleType) -> None:
+def _memory(module: Any) -> None:
     total = _profile().total_memory
     zero = {name: (lambda device=None: 0) for name in _MEMORY if name != "memory_stats"}
     _replace(module, **zero)
@@ -166,20 +166,20 @@ def _random_functions() -> dict[str, Callable[..., Any]]:
 
 @patch("torch.cuda.random", *_RANDOM, group="accelerator", versions=_TORCH,
        reason="tensors of the device are filled by the CPU's generator")
-def _random(module: types.ModuleType) -> None:
+def _random(module: Any) -> None:
     _replace(module, **_random_functions())
 
 
 @patch("torch.cuda", *_RANDOM, "default_generators", group="accelerator", versions=_TORCH,
        reason="torch.cuda re-exports the random functions")
-def _random_exports(module: types.ModuleType) -> None:
+def _random_exports(module: Any) -> None:
     _replace(module, **_random_functions(), default_generators=_Generators())
 
 
 @patch("torch", "Tensor.cuda", "Tensor.pin_memory", "Tensor.record_stream",
        group="accelerator", versions=_TORCH,
        reason="methods that move a tensor to the device or tie it to a stream")
-def _tensor_methods(module: types.ModuleType) -> None:
+def _tensor_methods(module: Any) -> None:
     def unchanged(self: torch.Tensor, *_args: Any, **_kwargs: Any) -> torch.Tensor:
         return self
 
@@ -190,7 +190,7 @@ def _tensor_methods(module: types.ModuleType) -> None:
 
 @patch("torch.autograd", "_engine_run_backward", group="accelerator", versions=_TORCH,
        reason="a function mode is off while it handles Tensor.backward: on again for the backward")
-def _backward(module: types.ModuleType) -> None:
+def _backward(module: Any) -> None:
     run = module._engine_run_backward
 
     def run_in_mode(*args: Any, **kwargs: Any) -> Any:
@@ -202,7 +202,7 @@ def _backward(module: types.ModuleType) -> None:
 
 @patch("torch", "compile", group="accelerator", versions=_TORCH,
        reason="nothing is compiled here (Megatron's jit_fuser would), and dynamo need not load")
-def _compile(module: types.ModuleType) -> None:
+def _compile(module: Any) -> None:
     def compile_nothing(model: Any = None, **_kwargs: Any) -> Any:
         return model if model is not None else lambda function: function
 

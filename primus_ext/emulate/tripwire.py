@@ -1,8 +1,9 @@
 """What must not happen in a projection: a step of the user's training, or traces of one on disk.
 
 :func:`arm` makes the process leave its path before an optimizer of the user's steps, a data loader
-of theirs is read or a checkpoint is written.  It imports nothing of torch: whatever torch module
-is not loaded yet is guarded when it is (see :mod:`primus_ext.emulate.registry`).
+of theirs is read, a checkpoint is written or a job scheduler is asked to train elsewhere.  It
+imports nothing of torch: whatever torch module is not loaded yet is guarded when it is (see
+:mod:`primus_ext.emulate.registry`).
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import Any, NoReturn
 
-from primus_ext.emulate import trackers
+from primus_ext.emulate import schedulers, trackers
 from primus_ext.emulate.registry import apply_all, patch
 
 GROUP = "tripwire"
@@ -51,6 +52,7 @@ def arm(trip: Callable[[str], NoReturn] = _raise) -> None:
     _trip = trip
     apply_all(GROUP)
     trackers.silence()
+    schedulers.watch(_check)
 
 
 @contextlib.contextmanager

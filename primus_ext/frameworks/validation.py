@@ -42,7 +42,8 @@ _EXPLAINED = (
     ("num_layers_per_pipeline_rank", ("num_layers", _PP, _VPP),
      "the layers must divide evenly over the chunks of all stages, or have a layout"),
     ("global batch size|eval_global_batch_size", _BATCH,
-     "a step must hold a multiple of microbatch size x data-parallel ranks"),
+     "a step must hold a multiple of mbs x data-parallel ranks, "
+     "that is of {micro_batch_size} x {data_parallel_size} sequences"),
     ("interleaved schedule is used", (_VPP, _PP), None),
     ("num_experts must be non None", (_EP, "num_experts"), "the model has no experts to spread"),
     ("layout|layer character", (_LAYOUT,), None),
@@ -181,10 +182,11 @@ def _sentence(error: BaseException, keys: Mapping[str, str], values: Mapping[str
     words = " ".join(str(error).split())
     args = frame.f_locals.get("args")  # further than ``values`` where Megatron was working on it
     known = {**values, **getattr(args, "__dict__", {})}
-    for pattern, names, better in _EXPLAINED:
-        if re.search(pattern, words):
-            reason = better or words
-            break
+    explained = next((e for e in _EXPLAINED if re.search(e[0], words)), None)
+    if explained is not None:
+        names, reason = explained[1], (
+            explained[2].format_map(_Known(known)) if explained[2] else words
+        )
     else:
         mentioned = _NAME.findall(words.replace("-", "_")) + _NAME.findall(statement)
         names = tuple(dict.fromkeys(n for n in mentioned if n in values))
@@ -192,6 +194,13 @@ def _sentence(error: BaseException, keys: Mapping[str, str], values: Mapping[str
     settings = _settings(names, keys, known)
     subject = f"{settings} is" if settings else "the configuration is"
     return f"{subject} not legal for Megatron-LM: {reason.rstrip('.')}"
+
+
+class _Known(dict[str, Any]):
+    """Values for a sentence; what is not known stays a name."""
+
+    def __missing__(self, name: str) -> str:
+        return name
 
 
 def _statement(frame: Any, summary: traceback.FrameSummary) -> str:

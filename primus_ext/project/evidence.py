@@ -30,5 +30,5 @@ def of(term: TermName, plan: Plan, cluster: Cluster) -> str:
     if term in (TermName.EDGES, TermName.RECOMPUTE):
         return f"model: {gemm}, {memory}"
     if term in _COMMUNICATION:
-        return "model: rings over scale-up links and NICs, published efficiencies"
+        return "model: links and NICs at published shares"
     return f"schedule: event simulation of {plan.schedule}"

@@ -20,6 +20,8 @@ BOOTSTRAP = "primus_ext.emulate.bootstrap"
 PROGRESS = b"PRIMUS_EXT_PROGRESS "
 MARK = "PRIMUS_EXT_CHILD"
 """Set in the child's environment, and so in that of every process it starts."""
+_INHERITED = str(Path(__file__).resolve().parent.parent / "emulate" / "inherited")
+"""Folder whose sitecustomize arms the tripwire in all Python processes that the child starts."""
 _LOG_TAIL = 15
 _GRACE_S = 5.0
 # What torchrun, MPI and Slurm tell the ranks of the job that the parent belongs to.
@@ -76,7 +78,7 @@ def run(
     # on the path what the user's own command would.
     command = [sys.executable, *options, "-P", "-m", BOOTSTRAP, str(asked)]
     tail: deque[str] = deque(maxlen=_LOG_TAIL)
-    with log.open("wb") as file, _process(command, request["cwd"]) as process:
+    with log.open("wb") as file, _process(command, request["cwd"], folder) as process:
         for line in _lines(process):
             if line.startswith(PROGRESS):
                 _report(line, progress)
@@ -88,23 +90,29 @@ def run(
     return _answer(result, code, list(tail), log)
 
 
-def environment() -> dict[str, str]:
-    """The child's environment: ours without this job's rank variables, trackers turned off."""
+def environment(folder: Path) -> dict[str, str]:
+    """The child's environment: ours without this job's rank variables, trackers turned off.
+
+    Args:
+        folder: Scratch folder, which gets the temporary files of all that the child starts.
+    """
     kept = {
         name: value
         for name, value in os.environ.items()
         if name not in _FOREIGN and not name.startswith(_FOREIGN_PREFIXES)
     }
-    return {**kept, **_QUIET, MARK: "1"}
+    paths = [_INHERITED, *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
+    own = {"PYTHONPATH": os.pathsep.join(path for path in paths if path), "TMPDIR": str(folder)}
+    return {**kept, **_QUIET, **own, MARK: "1"}
 
 
 @contextlib.contextmanager
-def _process(command: list[str], cwd: str) -> Iterator[subprocess.Popen[bytes]]:
+def _process(command: list[str], cwd: str, folder: Path) -> Iterator[subprocess.Popen[bytes]]:
     """The child in a process group of its own, which does not outlive the block."""
     process = subprocess.Popen(
         command,
         cwd=cwd,
-        env=environment(),
+        env=environment(folder),
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

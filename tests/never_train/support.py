@@ -35,6 +35,10 @@ KINDS: dict[str, tuple[str, list[str]]] = {
     "own_key": ("own_key.py", []),
 }
 """Kind of app to its script and what is typed with it."""
+OTHERS: dict[str, tuple[str, list[str]]] = {
+    "launcher": ("launcher.py", []),
+    "composed": ("composed.py", []),
+}
 SWEEPS = ("multirun", "multirun_file", "joblib")
 
 
@@ -88,7 +92,7 @@ def run_app(
     """Run a fixture app in an empty folder.
 
     Args:
-        kind: Key into :data:`KINDS`.
+        kind: Key into :data:`KINDS` or :data:`OTHERS`.
         overrides: What is typed; ``{out}`` stands for the output folder.
         folder: Empty folder to work in.
         release: Release of Hydra.
@@ -99,7 +103,7 @@ def run_app(
     """
     cwd, out, log = folder / "cwd", folder / "out", folder / "log"
     cwd.mkdir(parents=True)
-    script, typed = KINDS[kind]
+    script, typed = {**KINDS, **OTHERS}[kind]
     hidden = not importable or site is not None
     interpreter = [sys.executable]
     paths: list[Path | str | None] = [hydra_folder(release), APPS / "fakes", APPS, APPS / "inject"]

@@ -39,11 +39,12 @@ def _quantize(
     cast_kernels.store(x, *sink, **attrs)
 
 
-@define("compute_amax(Tensor x, Tensor(a!) amax, *, str kind) -> ()", fake=nothing)
-def _compute_amax(x: torch.Tensor, amax: torch.Tensor, *, kind: str) -> None:
+@define("compute_amax(Tensor x, Tensor(a!)[] amax, *, str kind) -> ()", fake=nothing)
+def _compute_amax(x: torch.Tensor, amax: list[torch.Tensor], *, kind: str) -> None:
     if kind != "plain":
         raise NotImplementedError("the Hadamard transform on real tensors is not emulated")
-    amax.copy_(x.float().abs().max().expand(amax.shape))
+    for into in amax:
+        into.copy_(x.float().abs().max().expand(into.shape))
 
 
 @define(
@@ -128,7 +129,7 @@ def _current_scaling(x: Any, out: Any, quantizer: Any, noop: Any, amax: Any) -> 
     if amax is None:
         buffers = x.new_empty((2,), dtype=torch.float32)
         amax, scale = buffers[0:1], buffers[1:2]
-        _compute_amax(x, amax, kind="plain")
+        _compute_amax(x, [amax], kind="plain")
     else:
         scale = x.new_empty((1,), dtype=torch.float32)
     if quantizer.with_amax_reduction:
@@ -145,8 +146,9 @@ def _nvfp4(x: Any, out: Any, quantizer: Any, noop: Any, with_amax: bool) -> None
     """NVFP4: maximum (after the transform where it is used), then one fused or two casts."""
     amaxes = [t for t in (out._amax_rowwise, out._amax_columnwise) if t is not None]
     if not with_amax and not quantizer.row_scaled_nvfp4:
-        for amax in amaxes if quantizer.with_rht else amaxes[:1]:
-            _compute_amax(x, amax, kind="hadamard" if quantizer.with_rht else "plain")
+        # with the transform both maxima differ and one kernel takes them
+        wanted = amaxes if quantizer.with_rht else amaxes[:1]
+        _compute_amax(x, wanted, kind="hadamard" if quantizer.with_rht else "plain")
     if quantizer.with_amax_reduction:
         group = quantizer._canonicalized_amax_reduction_group()
         dist.all_reduce_coalesced(amaxes, op=dist.ReduceOp.MAX, group=group)
@@ -266,7 +268,7 @@ def fp8_transpose(
 @binding()
 def compute_amax(input: torch.Tensor, amax: torch.Tensor) -> None:
     """Largest absolute value of ``input`` into ``amax``."""
-    _compute_amax(input.contiguous(), amax, kind="plain")
+    _compute_amax(input.contiguous(), [amax], kind="plain")
 
 
 @binding()

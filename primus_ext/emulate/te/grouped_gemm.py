@@ -93,8 +93,8 @@ def te_general_grouped_gemm(
     """
     if single_output and D is None:
         raise RuntimeError("D should be allocated for single output case")
-    a = swizzle.group_for_gemm([operand(t, transa) for t in A], A)
-    b = swizzle.group_for_gemm([operand(t, not transb) for t in B], B)
+    a, held_a = swizzle.group_for_gemm([operand(t, transa) for t in A], A)
+    b, held_b = swizzle.group_for_gemm([operand(t, not transb) for t in B], B)
     m, n, k = (
         list(values)
         for values in zip(
@@ -116,4 +116,5 @@ def te_general_grouped_gemm(
         b_transposed=b[0].transposed, out_dtype=out_dtype, single_output=single_output,
         gelu=gelu, grad=grad, accumulate=accumulate, split_accumulator=use_split_accumulator,
     )  # fmt: skip
+    del held_a, held_b
     return bias

@@ -29,11 +29,14 @@ def _flat(x: torch.Tensor) -> torch.Tensor:
     return x.reshape(-1, x.shape[-1]).float()
 
 
-def _store(value: torch.Tensor, out: torch.Tensor, scale: Any, amax: Any, kind: str) -> None:
+def _store(
+    value: torch.Tensor, out: torch.Tensor, scale_inv: Any, scale: Any, amax: Any, kind: str
+) -> None:
     """Write ``value`` into ``out``; FP8 outputs are scaled and their maximum is taken."""
     take_maximum(value, amax)
     if out.dtype == torch.uint8:
         out.copy_(encode_fp8(value.reshape(out.shape) * scale, kind))
+        scale_inv.copy_(scale.reciprocal())
     else:
         out.copy_(value.reshape(out.shape))
 
@@ -66,17 +69,17 @@ def rmsnorm_fwd(
 
 
 @define(
-    "rmsnorm_fwd.out(Tensor x, Tensor weight, Tensor(a!) out, Tensor? scale, Tensor(b!)? amax, "
-    "*, float eps, bool zero_centered_gamma, str out_format) -> Tensor",
-    fake=lambda x, weight, out, scale, amax, **_: _statistic(x),
+    "rmsnorm_fwd.out(Tensor x, Tensor weight, Tensor(a!) out, Tensor(c!)? scale_inv, "
+    "Tensor? scale, Tensor(b!)? amax, *, float eps, bool zero_centered_gamma, str out_format) -> Tensor",
+    fake=lambda x, weight, out, scale_inv, scale, amax, **_: _statistic(x),
 )
 def rmsnorm_fwd_out(
-    x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, scale: Any, amax: Any, *,
-    eps: float, zero_centered_gamma: bool, out_format: str,
+    x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, scale_inv: Any, scale: Any,
+    amax: Any, *, eps: float, zero_centered_gamma: bool, out_format: str,
 ) -> torch.Tensor:
     """The same into ``out`` (also FP8 bytes); returns rsigma."""
     y, rsigma = _rms(x, weight, eps, zero_centered_gamma)
-    _store(y, out, scale, amax, out_format)
+    _store(y, out, scale_inv, scale, amax, out_format)
     return rsigma
 
 
@@ -149,18 +152,18 @@ def layernorm_fwd(
 
 
 @define(
-    "layernorm_fwd.out(Tensor x, Tensor weight, Tensor? bias, Tensor(a!) out, Tensor? scale, "
-    "Tensor(b!)? amax, *, float eps, bool zero_centered_gamma, str out_format)"
+    "layernorm_fwd.out(Tensor x, Tensor weight, Tensor? bias, Tensor(a!) out, "
+    "Tensor(c!)? scale_inv, Tensor? scale, Tensor(b!)? amax, *, float eps, bool zero_centered_gamma, str out_format)"
     " -> (Tensor, Tensor)",
-    fake=lambda x, weight, bias, out, scale, amax, **_: (_statistic(x), _statistic(x)),
+    fake=lambda x, weight, bias, out, scale_inv, scale, amax, **_: (_statistic(x), _statistic(x)),
 )
 def layernorm_fwd_out(
-    x: torch.Tensor, weight: torch.Tensor, bias: Any, out: torch.Tensor, scale: Any, amax: Any, *,
-    eps: float, zero_centered_gamma: bool, out_format: str,
+    x: torch.Tensor, weight: torch.Tensor, bias: Any, out: torch.Tensor, scale_inv: Any,
+    scale: Any, amax: Any, *, eps: float, zero_centered_gamma: bool, out_format: str,
 ) -> Any:
     """The same into ``out`` (also FP8 bytes); returns mu and rsigma."""
     y, mu, rsigma = _layer(x, weight, bias, eps, zero_centered_gamma)
-    _store(y, out, scale, amax, out_format)
+    _store(y, out, scale_inv, scale, amax, out_format)
     return mu, rsigma
 
 

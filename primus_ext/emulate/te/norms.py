@@ -28,8 +28,9 @@ def _quantized(quantizer: Any, x: torch.Tensor, dtype: torch.dtype, out: Any, ru
     if out is None:
         out = quantizers.create_tensor(quantizer, list(x.shape), dtype, for_gemm=not fused)
     if fused:
-        statistics = run.into(out._data, quantizer.scale, quantizer.amax, element_name(
-            quantizer.dtype))
+        statistics = run.into(
+            out._data, out._scale_inv, quantizer.scale, quantizer.amax,
+            element_name(quantizer.dtype))
         if out._transpose is not None:
             cast.transpose_into(out._data, out._transpose)
         return out, statistics
@@ -49,10 +50,11 @@ class _Rms:
         """Into a new tensor of ``dtype``."""
         return norm_ops.rmsnorm_fwd(*self.inputs, amax, out_dtype=dtype, **self.attributes)
 
-    def into(self, out: torch.Tensor, scale: Any = None, amax: Any = None, fmt: str = "") -> Any:
-        """Into ``out``; returns the statistics as a tuple."""
+    def into(self, out: torch.Tensor, *quantization: Any) -> Any:
+        """Into ``out``, FP8 with scale_inv, scale, amax, element; returns the statistics."""
+        *tensors, fmt = quantization or (None, None, None, "")
         return (norm_ops.rmsnorm_fwd_out(
-            *self.inputs, out, scale, amax, out_format=fmt, **self.attributes),)
+            *self.inputs, out, *tensors, out_format=fmt, **self.attributes),)
 
 
 class _Layer(_Rms):
@@ -62,10 +64,11 @@ class _Layer(_Rms):
         """Into a new tensor of ``dtype``."""
         return norm_ops.layernorm_fwd(*self.inputs, amax, out_dtype=dtype, **self.attributes)
 
-    def into(self, out: torch.Tensor, scale: Any = None, amax: Any = None, fmt: str = "") -> Any:
-        """Into ``out``; returns the statistics as a tuple."""
+    def into(self, out: torch.Tensor, *quantization: Any) -> Any:
+        """Into ``out``, FP8 with scale_inv, scale, amax, element; returns the statistics."""
+        *tensors, fmt = quantization or (None, None, None, "")
         return norm_ops.layernorm_fwd_out(
-            *self.inputs, out, scale, amax, out_format=fmt, **self.attributes)
+            *self.inputs, out, *tensors, out_format=fmt, **self.attributes)
 
 
 def _forward(run: _Rms, x: torch.Tensor, ln_out: Any, quantizer: Any, otype: Any) -> Any:

@@ -112,3 +112,18 @@ def _splits_keep_their_values(module: types.ModuleType) -> None:
         return original(self, inp, m_splits, *args, **kwargs)
 
     module.GroupedLinear.forward = forward
+
+
+@patch("transformer_engine.pytorch.tensor.nvfp4_tensor", "get_random_sign_mask_for_rht",
+       group=GROUP, versions=_TE,
+       reason="the sign mask of the Hadamard transform is read from a tensor on the host")
+def _sign_mask_keeps_its_value(module: types.ModuleType) -> None:
+    from torch._subclasses.fake_tensor import unset_fake_temporarily
+
+    original = module.get_random_sign_mask_for_rht
+
+    def get_random_sign_mask_for_rht(with_random_sign_mask: bool, device: Any) -> int:
+        with unset_fake_temporarily():
+            return original(with_random_sign_mask, device)
+
+    module.get_random_sign_mask_for_rht = get_random_sign_mask_for_rht

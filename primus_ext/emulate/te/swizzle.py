@@ -78,20 +78,22 @@ def for_gemm(x: Operand, tensor: Any) -> tuple[Operand, torch.Tensor | None]:
     return x, None
 
 
-def group_for_gemm(group: list[Operand], tensors: list[Any]) -> list[Operand]:
+def group_for_gemm(
+    group: list[Operand], tensors: list[Any]
+) -> tuple[list[Operand], list[torch.Tensor | None]]:
     """The same for all tensors of a grouped GEMM: one kernel and one buffer.
 
-    The kernel reads the plain scales through the operands; the buffer is as short-lived as the
-    extension's, which holds it until the launch.
+    The CPU kernel reads the plain scales through the operands; the buffers are to be held until
+    the GEMM is launched, as the extension does.
     """
     pairs = zip(group, tensors, strict=True)
     pending = [x for x, t in pairs if x.data.numel() and _needs_swizzle(x, t)]
+    held: list[torch.Tensor | None] = []
     if pending:
-        _swizzle_scales_group([x.scale_inv for x in pending], format=pending[0].format)
-    for x in group:
-        if x.data.numel() and _broadcasts(x):
-            for_gemm(x, None)
-    return group
+        scales = [x.scale_inv for x in pending]
+        held.append(_swizzle_scales_group(scales, format=pending[0].format))
+    held += [for_gemm(x, None)[1] for x in group if x.data.numel() and _broadcasts(x)]
+    return group, held
 
 
 def swizzle_in_place(tensor: Any) -> None:
