@@ -102,6 +102,16 @@ def test_the_environment_is_not_that_of_the_parents_rank(
     assert seen["WANDB_MODE"] == "disabled"
 
 
+def test_an_environments_own_sitecustomize_still_runs(
+    run: Runner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    own = tmp_path / "own"
+    own.mkdir()
+    (own / "sitecustomize.py").write_text("import os\nos.environ['OWN_SITE'] = __file__\n")
+    monkeypatch.setenv("PYTHONPATH", f"{own}{os.pathsep}{APPS}")
+    assert run("environment")["plan"]["OWN_SITE"] == str(own / "sitecustomize.py")
+
+
 def test_modules_of_the_working_folder_do_not_shadow(run: Runner, tmp_path: Path):
     (tmp_path / "json.py").write_text("raise SystemExit('shadowed')")
     assert run("ok")["plan"] == {"a": 1}

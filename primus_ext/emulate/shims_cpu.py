@@ -33,6 +33,27 @@ def _attention(module: Any) -> None:
     module.DotProductAttention = HostAttention
 
 
+@patch("megatron.core.transformer.mla_qk_norm_config", "QKNormConfigResolver.resolve",
+       group="cpu_training", versions=_MCORE,
+       reason="the local layers of multi-latent attention without query compression name a query "
+              "norm, which Megatron then refuses as unused")
+def _mla_norm(module: Any) -> None:
+    original = module.QKNormConfigResolver.resolve
+
+    def resolve(self: Any) -> Any:
+        if self.has_q_lora or not self.config.qk_layernorm or self.fused_norm_linear_impl:
+            return original(self)
+        return self._result(
+            linear_q_proj=self.linear_impl,
+            linear_q_up_proj=module.IdentityOp,
+            linear_kv_up_proj=self.linear_impl,
+            q_layernorm=module.IdentityOp,
+            kv_layernorm=self.submodules.kv_layernorm,
+        )
+
+    module.QKNormConfigResolver.resolve = resolve
+
+
 @patch("megatron.core.transformer.moe.moe_utils", "maybe_move_tensor_to_cpu",
        group="cpu_training", versions=_MCORE,
        reason="gloo's all_to_all_single takes lists of split sizes, no tensors; Megatron makes "

@@ -4,6 +4,7 @@ This folder is on ``PYTHONPATH`` of the projection's child process only, so what
 (``multiprocessing``, torchrun, ``python other.py``) runs this file before anything else.
 """
 
+import importlib.machinery
 import importlib.util
 import os
 import sys
@@ -21,9 +22,8 @@ def _arm() -> None:
 def _run_the_one_that_this_hides() -> None:
     """An environment may have a ``sitecustomize`` of its own further down the path."""
     sys.path[:] = [entry for entry in sys.path if os.path.abspath(entry) != _FOLDER]
-    sys.modules.pop("sitecustomize", None)
-    spec = importlib.util.find_spec("sitecustomize")
-    if spec is None or spec.loader is None or spec.origin == __file__:
+    spec = importlib.machinery.PathFinder.find_spec("sitecustomize", sys.path)
+    if spec is None or spec.loader is None:
         return
     module = importlib.util.module_from_spec(spec)
     sys.modules["sitecustomize"] = module

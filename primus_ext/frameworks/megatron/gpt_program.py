@@ -36,7 +36,9 @@ def forward_step(data: Iterator[dict[str, Any]], model: Any) -> tuple[torch.Tens
     """One microbatch through one model chunk."""
     batch = next(data)
     if get_args().context_parallel_size > 1:
-        batch = get_batch_on_this_cp_rank(batch, cp_group=mpu.get_context_parallel_group())
+        batch = get_batch_on_this_cp_rank(
+            batch, is_hybrid_cp=False, cp_group=mpu.get_context_parallel_group()
+        )
     output = model(
         batch["tokens"],
         batch["position_ids"],
