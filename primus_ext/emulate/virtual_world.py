@@ -81,6 +81,8 @@ class HostReads(TorchDispatchMode):
     ) -> Any:
         """Answer scalar reads of fake tensors; pass everything else on."""
         if func is torch.ops.aten._local_scalar_dense.default and isinstance(args[0], FakeTensor):
+            if args[0].constant is not None:  # made from a Python number: it has a value
+                return args[0].constant.item()
             dtype = args[0].dtype
             if dtype is torch.bool:
                 return False

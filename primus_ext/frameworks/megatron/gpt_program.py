@@ -49,7 +49,7 @@ def forward_step(data: Iterator[dict[str, Any]], model: Any) -> tuple[torch.Tens
     return output, functools.partial(masked_loss, batch["loss_mask"])
 
 
-def no_data_sets(*_args: Any, **_kwargs: Any) -> tuple[None, None, None]:
+def no_data_sets(samples: Any, vp_stage: int | None = None) -> tuple[None, None, None]:
     """There is nothing to train on."""
     return None, None, None
 
