@@ -57,6 +57,13 @@ def test_an_error_is_one_sentence(run: Runner):
     assert error.value.exit_code == 2 and error.value.tail == ()
 
 
+def test_a_program_that_refuses_its_configuration_says_why(run: Runner):
+    """The last line that it wrote to standard error before it left with code 2."""
+    with pytest.raises(child.ChildError, match="^tp=3 does not divide 32 heads$") as error:
+        run("refused")
+    assert error.value.exit_code == 2 and error.value.tail == ()
+
+
 def test_a_crash_shows_its_last_lines(run: Runner, tmp_path: Path):
     with pytest.raises(child.ChildError, match="exit code 1") as error:
         run("crash")

@@ -127,6 +127,11 @@ def stage_traces(
                 f"the trace of pipeline rank {rank} has {len(trace.chunks)} model chunks, the "
                 f"plan has vpp={parallelism.vpp}"
             )
+        for chunk in trace.chunks:
+            if min(dataclasses.astuple(chunk.memory)) < 0:
+                raise PlanError(
+                    f"the trace of pipeline rank {rank} has negative memory: {chunk.memory}"
+                )
     return found
 
 

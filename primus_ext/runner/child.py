@@ -22,6 +22,8 @@ MARK = "PRIMUS_EXT_CHILD"
 """Set in the child's environment, and so in that of every process it starts."""
 _INHERITED = str(Path(__file__).resolve().parent.parent / "emulate" / "inherited")
 """Folder whose sitecustomize arms the tripwire in all Python processes that the child starts."""
+_LEFT = "the program left with exit code"
+"""How the bootstrap's message begins where the program called ``sys.exit``."""
 _LOG_TAIL = 15
 _GRACE_S = 5.0
 # What torchrun, MPI and Slurm tell the ranks of the job that the parent belongs to.
@@ -77,17 +79,19 @@ def run(
     # -P: the folder we stand in must not shadow modules of the interpreter; the bootstrap puts
     # on the path what the user's own command would.
     command = [sys.executable, *options, "-P", "-m", BOOTSTRAP, str(asked)]
-    tail: deque[str] = deque(maxlen=_LOG_TAIL)
+    printed: deque[str] = deque(maxlen=_LOG_TAIL)
+    complaint = ""
     with log.open("wb") as file, _process(command, request["cwd"], folder) as process:
-        for line in _lines(process):
+        for line, is_error in _lines(process):
             if line.startswith(PROGRESS):
                 _report(line, progress)
-            else:
-                file.write(line)
-                file.flush()
-                tail.append(line.decode("utf-8", errors="replace").rstrip())
+                continue
+            file.write(line)
+            file.flush()
+            printed.append(line.decode("utf-8", errors="replace").rstrip())
+            complaint = printed[-1].strip() if is_error and line.strip() else complaint
         code = process.wait()
-    return _answer(result, code, list(tail), log)
+    return _answer(result, code, list(printed), complaint, log)
 
 
 def environment(folder: Path) -> dict[str, str]:
@@ -115,7 +119,7 @@ def _process(command: list[str], cwd: str, folder: Path) -> Iterator[subprocess.
         env=environment(folder),
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
+        stderr=subprocess.PIPE,
         start_new_session=True,
     )
     with _leaving_on_sigterm():
@@ -133,8 +137,9 @@ def _end(process: subprocess.Popen[bytes]) -> None:
     # Also after a good end: what the program started in the background must not stay.
     _signal(process, signal.SIGKILL)
     process.wait()
-    if process.stdout is not None:
-        process.stdout.close()
+    for stream in (process.stdout, process.stderr):
+        if stream is not None:
+            stream.close()
 
 
 def _signal(process: subprocess.Popen[bytes], number: int) -> None:
@@ -160,26 +165,32 @@ def _leaving_on_sigterm() -> Iterator[None]:
         signal.signal(signal.SIGTERM, previous)
 
 
-def _lines(process: subprocess.Popen[bytes]) -> Iterator[bytes]:
-    """Lines of the child until it ends, even if something it started keeps the pipe open."""
-    assert process.stdout is not None
-    descriptor, rest = process.stdout.fileno(), b""
+def _lines(process: subprocess.Popen[bytes]) -> Iterator[tuple[bytes, bool]]:
+    """Lines of the child, and whether each is from its standard error, until it ends.
+
+    Something that it started may keep the pipes open: that is not waited for.
+    """
+    assert process.stdout is not None and process.stderr is not None
+    rest = {process.stdout.fileno(): b"", process.stderr.fileno(): b""}
+    errors = process.stderr.fileno()
     with selectors.DefaultSelector() as selector:
-        selector.register(descriptor, selectors.EVENT_READ)
-        while True:
+        for descriptor in rest:
+            selector.register(descriptor, selectors.EVENT_READ)
+        while selector.get_map():
             ended = process.poll() is not None
-            if not selector.select(0 if ended else 0.1):
-                if ended:
-                    break
-                continue
-            block = os.read(descriptor, 1 << 16)
-            if not block:
+            ready = selector.select(0 if ended else 0.1)
+            if ended and not ready:
                 break
-            *whole, rest = (rest + block).split(b"\n")
-            for line in whole:
-                yield line + b"\n"
-    if rest:
-        yield rest
+            for key, _ in ready:
+                block = os.read(key.fd, 1 << 16)
+                if not block:
+                    selector.unregister(key.fd)
+                *whole, rest[key.fd] = (rest[key.fd] + block).split(b"\n")
+                for line in whole:
+                    yield line + b"\n", key.fd == errors
+    for descriptor, line in rest.items():
+        if line:
+            yield line, descriptor == errors
 
 
 def _report(line: bytes, progress: Progress) -> None:
@@ -190,18 +201,23 @@ def _report(line: bytes, progress: Progress) -> None:
         return  # two processes wrote into one line; the next report tells the same
 
 
-def _answer(result: Path, code: int, tail: list[str], log: Path) -> dict[str, Any]:
+def _answer(
+    result: Path, code: int, printed: list[str], complaint: str, log: Path
+) -> dict[str, Any]:
     if not result.exists():
         how = f"exit code {code}" if code >= 0 else f"signal {signal.Signals(-code).name}"
         raise ChildError(
             Exit.INTERNAL,
             f"the child process that runs your program ended without an answer ({how}); all that "
             f"it printed is in {log}",
-            tail,
+            printed,
         )
     answer = json.loads(result.read_text())
     if answer["status"] == "ok":
         return answer
-    exit_code = int(answer["exit_code"])
-    # A usage error explains itself in one sentence; for anything else the output is the evidence.
-    raise ChildError(exit_code, answer["message"], () if exit_code == Exit.USAGE else tail)
+    exit_code, message = int(answer["exit_code"]), str(answer["message"])
+    if exit_code != Exit.USAGE:  # what the program printed is the evidence
+        raise ChildError(exit_code, message, printed)
+    if message.startswith(_LEFT) and complaint:  # the program itself refused, in its own words
+        message = complaint
+    raise ChildError(exit_code, message)

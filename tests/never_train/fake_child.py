@@ -30,6 +30,11 @@ def play(what: str) -> None:
         say("something\n")
         result.write_text(json.dumps({"status": "error", "exit_code": 2, "message": "tp=3"}))
         sys.exit(2)
+    elif what == "refused":
+        sys.stderr.write("loading\ntp=3 does not divide 32 heads\n\n")
+        say("goodbye\n")
+        left = "the program left with exit code 2 before its training entry point"
+        result.write_text(json.dumps({"status": "error", "exit_code": 2, "message": left}))
     elif what == "crash":
         raise ZeroDivisionError("in the user's program")
     elif what == "killed":

@@ -15,6 +15,10 @@ from __future__ import annotations
 import os
 import sys
 
+from primus_ext.emulate.te.caches import reset
+
+__all__ = ["install", "reset"]
+
 
 def install(*, compute_capability: tuple[int, int]) -> None:
     """Put the stand-in in place; before Transformer Engine or Megatron is imported.  Idempotent.

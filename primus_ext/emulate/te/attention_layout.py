@@ -10,12 +10,13 @@ _SPLIT = {"sbhd_2bshd": ("sbhd", "bshd"), "bshd_2sbhd": ("bshd", "sbhd"),
 
 def formats(layout: str) -> tuple[str, str]:
     """Formats of the query and of key and value, e.g. ``sbhd_sb2hd`` -> ``("sbhd", "sbhd")``."""
-    parts = [p.replace("2", "").replace("3", "") for p in layout.removeprefix("paged_kv_").split("_")]
+    parts = layout.removeprefix("paged_kv_").replace("2", "").replace("3", "").split("_")
     return parts[0], parts[-1]
 
 
 def group(layout: str) -> str:
-    """How the three tensors lie in memory: ``3hd``, ``h3d``, ``hd_2hd``, ``hd_h2d``, ``hd_hd_hd``."""
+    """How q, k, v lie in memory: ``3hd``, ``h3d``, ``hd_2hd``, ``hd_h2d``, ``hd_hd_hd``, ``paged``.
+    """
     if layout.startswith("paged_kv"):
         return "paged"
     parts = layout.split("_")
@@ -48,11 +49,6 @@ def convert_shape(shape: list[int], source: str, target: str) -> list[int]:
 def to_bhsd(tensor: torch.Tensor, fmt: str) -> torch.Tensor:
     """A view ordered (batch, heads, sequence, dim)."""
     return tensor.permute([fmt.index(axis) for axis in "bhsd"])
-
-
-def from_bhsd(tensor: torch.Tensor, fmt: str) -> torch.Tensor:
-    """The inverse of :func:`to_bhsd`, contiguous."""
-    return tensor.permute(["bhsd".index(axis) for axis in fmt]).contiguous()
 
 
 def allocate_gradients(

@@ -16,8 +16,6 @@ from primus_ext.emulate.te import attention_math
 from primus_ext.emulate.te.attention_layout import (
     convert_shape,
     formats,
-    from_bhsd,
-    heads_and_dim,
     to_bhsd,
 )
 from primus_ext.emulate.te.attention_math import Rule
@@ -142,7 +140,8 @@ def fused_attn_fwd(
         blocks = [sequences.block(t, i, side).float() for t, side in ((q, 0), (k, 1), (v, 1))]
         lengths = (blocks[0].shape[1], blocks[1].shape[1])
         one_bias = _bias(bias, i, attrs["heads"], lengths)
-        o, lse, top = attention_math.forward(*blocks, one_bias, offset, rule, rng)
+        query, key, value = blocks
+        o, lse, top = attention_math.forward(query, key, value, one_bias, offset, rule, rng)
         sequences.block(out, i, 0, o_format).copy_(o)
         sequences.statistic(stats, i).copy_(lse)
         if maximum is not None:
@@ -212,14 +211,17 @@ def fused_attn_bwd_out(
         gradient.zero_()
     for i in sequences:
         blocks = [sequences.block(t, i, side).float() for t, side in ((q, 0), (k, 1), (v, 1))]
-        outputs = [sequences.block(o, i, 0, attrs["o_format"]).float(),
-                   sequences.block(do, i, 0, attrs["do_format"]).float()]  # fmt: skip
+        query, key, value = blocks
+        output = sequences.block(o, i, 0, attrs["o_format"]).float()
+        upstream = sequences.block(do, i, 0, attrs["do_format"]).float()
         lengths = (blocks[0].shape[1], blocks[1].shape[1])
         one_bias = _bias(bias, i, attrs["heads"], lengths)
         gradients = attention_math.backward(
-            *blocks, *outputs, sequences.statistic(stats, i), one_bias, offset, rule, rng)
-        for gradient, value, side in zip((dq, dk, dv), gradients[:3], (0, 1, 1), strict=True):
-            sequences.block(gradient, i, side, to[side]).copy_(value)
+            query, key, value, output, upstream, sequences.statistic(stats, i), one_bias, offset,
+            rule, rng,
+        )  # fmt: skip
+        for gradient, part, side in zip((dq, dk, dv), gradients[:3], (0, 1, 1), strict=True):
+            sequences.block(gradient, i, side, to[side]).copy_(part)
         if dbias is not None:
             _add_bias_gradient(dbias, gradients[3], i)
         if doffset is not None and gradients[4] is not None:
@@ -252,5 +254,3 @@ def fused_attn_bwd(
         q, k, v, o, do, stats, rng_state, bias, softmax_offset, *sequences, *gradients, **attrs)
     return (*gradients, *small)
 
-
-__all__ = ["from_bhsd", "fused_attn_bwd", "fused_attn_bwd_out", "fused_attn_fwd", "heads_and_dim"]

@@ -64,14 +64,18 @@ def _side_fields(quantizer: Any, shape: list[int], columnwise: bool) -> list[tup
     scale_dtype = torch.float32 if kind == "Float8BlockQuantizer" else torch.uint8
     scales = quantizers.scale_shape(quantizer, shape, columnwise)
     fields: list[tuple[str, Any, Any]] = [
-        (f"_{side}_data", data, torch.uint8), (f"_{side}_scale_inv", scales, scale_dtype)]  # fmt: skip
+        (f"_{side}_data", data, torch.uint8),
+        (f"_{side}_scale_inv", scales, scale_dtype),
+    ]
     if kind == "NVFP4Quantizer":
         rows_of_amax = rows if quantizer.row_scaled_nvfp4 else 1
         fields.append((f"_amax_{side}", [rows_of_amax], torch.float32))
     return fields
 
 
-def _fill_side(tensors: list[Any], shapes: list[list[int]], qs: list[Any], columnwise: bool) -> None:
+def _fill_side(
+    tensors: list[Any], shapes: list[list[int]], qs: list[Any], columnwise: bool
+) -> None:
     """Allocate one copy of all tensors together: all data, then all scales, then all maxima."""
     fields = [_side_fields(q, s, columnwise) for q, s in zip(qs, shapes, strict=True)]
     by_field = list(zip(*fields, strict=True))

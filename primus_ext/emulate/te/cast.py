@@ -121,7 +121,9 @@ def sink_of(out: Any, quantizer: Any, scale: Any = None, amax: Any = None) -> Si
     )  # fmt: skip
 
 
-def _launch(x: torch.Tensor, sink: Sink, noop: Any, hadamard: bool = False, sr: bool = False) -> None:
+def _launch(
+    x: torch.Tensor, sink: Sink, noop: Any, hadamard: bool = False, sr: bool = False
+) -> None:
     _quantize(x, noop, *sink.tensors, **sink.attributes, hadamard=hadamard, stochastic_rounding=sr)
 
 
@@ -160,8 +162,8 @@ def _nvfp4(x: Any, out: Any, quantizer: Any, noop: Any, with_amax: bool) -> None
         return
     transformed = _hadamard_transform(x)
     if quantizer.rowwise_usage:
-        row = dataclasses.replace(sink, tensors=(*sink.tensors[:2], None, None, None, sink.tensors[5]))
-        _launch(x, row, noop, sr=sr)
+        row = (*sink.tensors[:2], None, None, None, sink.tensors[5])
+        _launch(x, dataclasses.replace(sink, tensors=row), noop, sr=sr)
     if quantizer.columnwise_usage:
         col = (sink.tensors[2], sink.tensors[3], None, None, None, out._amax_columnwise)
         _launch(transformed, dataclasses.replace(sink, tensors=col), noop, sr=sr)

@@ -55,7 +55,8 @@ def _pad(x: torch.Tensor, rows: int, cols: int) -> torch.Tensor:
     return torch.nn.functional.pad(x, (0, -x.shape[1] % cols, 0, -x.shape[0] % rows))
 
 
-def _block_amax(x: torch.Tensor, rows: int, cols: int) -> torch.Tensor:
+def block_amax(x: torch.Tensor, rows: int, cols: int) -> torch.Tensor:
+    """Largest absolute value of every block of ``rows`` x ``cols`` of a matrix."""
     blocks = _pad(x.abs(), rows, cols).unflatten(0, (-1, rows)).unflatten(2, (-1, cols))
     return blocks.amax((1, 3))
 
@@ -66,7 +67,7 @@ def expand(scale: torch.Tensor, rows: int, cols: int, shape: Any) -> torch.Tenso
     return full[: shape[0], : shape[1]]
 
 
-def _place(scale: torch.Tensor, buffer: torch.Tensor) -> None:
+def place(scale: torch.Tensor, buffer: torch.Tensor) -> None:
     """Write scales into the upper left of their padded buffer."""
     buffer.zero_()
     buffer[: scale.shape[0], : scale.shape[1]] = scale
@@ -95,21 +96,22 @@ def _store_side(
     if data is None:
         return
     rows, cols = block_shape(scaling, columnwise)
-    amax = _block_amax(x, rows, cols)
+    amax = block_amax(x, rows, cols)
     if scaling == "mxfp8":
         exponent = e8m0_exponent(amax, element)
         inverse = torch.exp2(exponent.float() - 127)
-        _place(exponent, scale_inv)
-        data.copy_(encode_fp8(x / expand(inverse, rows, cols, x.shape), element).reshape(data.shape))
+        place(exponent, scale_inv)
+        encoded = encode_fp8(x / expand(inverse, rows, cols, x.shape), element)
+        data.copy_(encoded.reshape(data.shape))
         return
     scale = scale_from_amax(amax, element, pow2, epsilon)
     encoded = encode_fp8(x * expand(scale, rows, cols, x.shape), element)
     inverse = scale.reciprocal()
     if scaling == "block1d":
         # one row of scales a block: the rowwise scales are stored transposed
-        _place(inverse if columnwise else inverse.t(), scale_inv)
+        place(inverse if columnwise else inverse.t(), scale_inv)
     else:
-        _place(inverse.t() if columnwise else inverse, scale_inv)
+        place(inverse.t() if columnwise else inverse, scale_inv)
     data.copy_((encoded.t() if columnwise else encoded).reshape(data.shape))
 
 

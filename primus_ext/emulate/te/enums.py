@@ -28,7 +28,7 @@ class DType(enum.IntEnum):
         return type(self), (int(self),)
 
 
-def _integers(name: str, members: dict[str, int]) -> enum.IntEnum:
+def _integers(name: str, members: dict[str, int]) -> type[enum.IntEnum]:
     """An integer enumeration from a table (functional form keeps the long tables readable)."""
     return enum.IntEnum(name, members, module=__name__)  # type: ignore[return-value]
 

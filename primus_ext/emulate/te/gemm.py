@@ -190,8 +190,8 @@ def generic_gemm(
         "bias_grad": grad and bias is not None, "gelu": gelu, "grad": grad,
         "split_accumulator": use_split_accumulator, "alpha": alpha,
     }  # fmt: skip
-    # scales rearranged for this GEMM live until it is launched
-    (a, held_a), (b, held_b) = swizzle.for_gemm(a, A), swizzle.for_gemm(b, B)
+    # scales rearranged for this GEMM live until it is launched, i.e. as long as these names
+    (a, _held_a), (b, _held_b) = swizzle.for_gemm(a, A), swizzle.for_gemm(b, B)
     operands = (a.data, a.scale_inv, a.amax, b.data, b.scale_inv, b.amax)
     epilogue = (None if grad else bias, gelu_in)
     if quantizer is not None:

@@ -24,6 +24,7 @@ _FAMILIES = (
     "moe",
     "multi_tensor",
     "norms",
+    "partial_cast",
     "recipe",
     "rope",
     "router",

@@ -70,7 +70,8 @@ def rmsnorm_fwd(
 
 @define(
     "rmsnorm_fwd.out(Tensor x, Tensor weight, Tensor(a!) out, Tensor(c!)? scale_inv, "
-    "Tensor? scale, Tensor(b!)? amax, *, float eps, bool zero_centered_gamma, str out_format) -> Tensor",
+    "Tensor? scale, Tensor(b!)? amax, *, float eps, bool zero_centered_gamma, "
+    "str out_format) -> Tensor",
     fake=lambda x, weight, out, scale_inv, scale, amax, **_: _statistic(x),
 )
 def rmsnorm_fwd_out(
@@ -153,7 +154,8 @@ def layernorm_fwd(
 
 @define(
     "layernorm_fwd.out(Tensor x, Tensor weight, Tensor? bias, Tensor(a!) out, "
-    "Tensor(c!)? scale_inv, Tensor? scale, Tensor(b!)? amax, *, float eps, bool zero_centered_gamma, str out_format)"
+    "Tensor(c!)? scale_inv, Tensor? scale, Tensor(b!)? amax, *, float eps, "
+    "bool zero_centered_gamma, str out_format)"
     " -> (Tensor, Tensor)",
     fake=lambda x, weight, bias, out, scale_inv, scale, amax, **_: (_statistic(x), _statistic(x)),
 )

@@ -126,4 +126,4 @@ def _sign_mask_keeps_its_value(module: types.ModuleType) -> None:
         with unset_fake_temporarily():
             return original(with_random_sign_mask, device)
 
-    module.get_random_sign_mask_for_rht = get_random_sign_mask_for_rht
+    setattr(module, "get_random_sign_mask_for_rht", get_random_sign_mask_for_rht)

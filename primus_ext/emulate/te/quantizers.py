@@ -50,7 +50,8 @@ def _build(family: str, quantizer: Any, shape: list[int], dtype: torch.dtype, de
     """Call the tensor class, or the storage class for tensors that stay inside the library."""
     module, name, storage_module, storage_name = _CLASSES[family]
     if quantizer.internal:
-        storage = getattr(importlib.import_module(f"{_TENSOR}.storage.{storage_module}"), storage_name)
+        module = f"storage.{storage_module}"
+        storage = getattr(importlib.import_module(f"{_TENSOR}.{module}"), storage_name)
         return storage(**fields, fake_dtype=dtype, quantizer=quantizer)
     tensor = getattr(importlib.import_module(f"{_TENSOR}.{module}"), name)
     stride = [math.prod(shape[i + 1 :]) for i in range(len(shape))]
@@ -231,9 +232,8 @@ def prepare_output(out: Any, quantizer: Any) -> Any:
         out._fp8_dtype = quantizer.dtype
     else:
         sides = {"rowwise": quantizer.rowwise_usage, "columnwise": quantizer.columnwise_usage}
-        wanted = {
-            f"_{side}_{field}": use for side, use in sides.items() for field in ("data", "scale_inv")
-        }
+        fields = ("data", "scale_inv")
+        wanted = {f"_{side}_{field}": use for side, use in sides.items() for field in fields}
         if kind == "NVFP4Quantizer":
             wanted |= {f"_amax_{side}": use for side, use in sides.items()}
         if hasattr(out, "_with_gemm_swizzled_scales"):

@@ -34,7 +34,8 @@ class Target:
     def non_tn_fp8_gemm(self) -> bool:
         """Whether FP8 GEMMs exist in every layout, so that no transposed copy is kept.
 
-        ``nvte_is_non_tn_fp8_gemm_supported``: architectures 10.x and from 13.0 on."""
+        ``nvte_is_non_tn_fp8_gemm_supported``: architectures 10.x and from 13.0 on.
+        """
         return 100 <= self.sm_arch < 120 or self.sm_arch >= 130
 
 

@@ -160,10 +160,11 @@ def _grad_correction(
                 continue
             target = grad.narrow(axis, 2 * start + half * length, length)
             begin = 2 * start + half * length if whole else start
-            source = per_step.narrow(axis, begin, length) if action != "zero" else None
             if action == "zero":
                 target.zero_()
-            elif action == "add":
+                continue
+            source = per_step.narrow(axis, begin, length)
+            if action == "add":
                 target.add_(source)
             else:
                 target.copy_(source)

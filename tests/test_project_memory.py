@@ -1,0 +1,171 @@
+"""Peak memory from schedule and static tensors, with exact sums."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from primus_ext.cluster_data import load_cluster
+from primus_ext.project import inflight, memory
+from primus_ext.project.compose import schedule_shape
+from primus_ext.project.programs import Shape
+from primus_ext.project.schedule import programs
+from primus_ext.trace import ChunkMemory, RankTrace
+from tests.synthetic import Job, plan, trace, traces
+
+GIB = 2**30
+
+
+def stages(job: Job) -> list[RankTrace]:
+    by_rank = {rank: t for t in traces(job) for rank in t.pp_ranks}
+    return [by_rank[rank] for rank in range(job.pp)]
+
+
+def judged(job: Job, name: str = "h100") -> memory.Memory:
+    cluster = load_cluster(name, max(1, job.world // 8), min(8, job.world))
+    return memory.verdict(plan(job), stages(job), cluster, schedule_shape(plan(job)))
+
+
+JOBS = st.builds(
+    lambda pp, vpp, groups, recompute: Job(
+        pp=pp, vpp=vpp if pp > 1 else 1, dp=8 // pp, microbatches=pp * groups,
+        recompute=recompute,
+    ),
+    pp=st.sampled_from([1, 2, 4, 8]), vpp=st.sampled_from([1, 2, 4]), groups=st.integers(1, 3),
+    recompute=st.booleans(),
+)  # fmt: skip
+
+
+@given(job=JOBS)
+@settings(max_examples=40, deadline=None)
+def test_parts_add_up_and_nothing_is_negative(job: Job) -> None:
+    found = judged(job)
+    assert len(found.per_role) == job.pp
+    assert sum(role.ranks for role in found.per_role) == job.world
+    for role in found.per_role:
+        parts = dataclasses.asdict(role.parts)
+        assert sum(parts.values()) == role.peak_bytes
+        assert min(parts.values()) >= 0
+        assert role.reserved_bytes > role.peak_bytes
+    heaviest = max(found.per_role, key=lambda role: role.reserved_bytes)
+    assert found.binding_role == heaviest.role
+
+
+def test_one_rank_holds_its_tensors_and_one_microbatch() -> None:
+    job = Job(dp=8, microbatches=2)
+    one = trace(job, 0)
+    role = judged(job).per_role[0]
+    chunk = one.chunks[0].memory
+    static = one.static
+    assert role.parts.activations == chunk.saved_bytes
+    assert role.parts.temporaries == chunk.backward_peak_bytes - chunk.saved_bytes
+    assert role.peak_bytes == (
+        static.parameters + static.gradients + static.optimizer + static.workspaces
+        + chunk.backward_peak_bytes
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("microbatches", [1, 2, 3, 16, 200])
+def test_1f1b_stage_r_holds_min_m_p_minus_r_microbatches(microbatches: int) -> None:
+    job = Job(pp=4, dp=2, microbatches=microbatches)
+    for rank, role in enumerate(judged(job).per_role):
+        saved = stages(job)[rank].chunks[0].memory.saved_bytes
+        assert role.parts.activations == min(microbatches, 4 - rank) * saved
+        assert role.parts.communication == 0
+
+
+def test_interleaving_holds_the_warm_up_and_one_more() -> None:
+    # Megatron: 2 (p - r - 1) + (v - 1) p forwards are warm, each of 1/(p v) of the layers
+    job = Job(pp=4, vpp=4, dp=2, microbatches=16)
+    for rank, role in enumerate(judged(job).per_role):
+        saved = stages(job)[rank].chunks[0].memory.saved_bytes
+        assert role.parts.activations == (2 * (3 - rank) + 3 * 4 + 1) * saved
+        # exchanges carry 1 activation in each direction that is received or not sent yet
+        assert role.parts.communication <= 3 * job.activation
+
+
+def test_the_optimizer_step_binds_when_it_is_higher() -> None:
+    job = Job(dp=8, microbatches=1, recompute=True, seq=128)
+    one = trace(job, 0)
+    step = one.chunks[0].memory.backward_peak_bytes + 7
+    high = dataclasses.replace(one, static=dataclasses.replace(one.static, step_peak_bytes=step))
+    found = memory.verdict(plan(job), [high], load_cluster("h100", 1, 8), Shape(pp=1,
+                           microbatches=1)).per_role[0]  # fmt: skip
+    assert (found.parts.activations, found.parts.temporaries) == (0, step)
+
+
+@given(
+    pp=st.integers(2, 6), vpp=st.integers(1, 4), groups=st.integers(1, 7), overlap=st.booleans(),
+    rank=st.integers(0, 5), saved=st.integers(1, 1000), sizes=st.integers(0, 50),
+)  # fmt: skip
+@settings(max_examples=80, deadline=None)
+def test_a_shorter_schedule_has_the_same_highest_moment(
+    pp: int, vpp: int, groups: int, overlap: bool, rank: int, saved: int, sizes: int
+) -> None:
+    shape = Shape(pp=pp, vpp=vpp, microbatches=pp * groups, overlap_p2p=overlap and vpp > 1)
+    rank %= pp
+    chunks = [ChunkMemory(saved + 3 * c, saved + 7 * c + 5, saved + 11 * c + 9)
+              for c in range(vpp)]  # fmt: skip
+    boundary = [sizes] * (shape.stages - 1)
+    short = inflight.steady(shape)
+    assert short.microbatches <= shape.microbatches
+    full = inflight.peak(shape, programs(shape)[rank], rank, chunks, boundary)
+    less = inflight.peak(short, programs(short)[rank], rank, chunks, boundary)
+    assert less.total == full.total
+
+
+@given(pp=st.integers(2, 5), vpp=st.integers(1, 3), groups=st.integers(1, 4),
+       overlap=st.booleans())  # fmt: skip
+@settings(max_examples=60, deadline=None)
+def test_every_buffer_is_freed(pp: int, vpp: int, groups: int, overlap: bool) -> None:
+    shape = Shape(pp=pp, vpp=vpp, microbatches=pp * groups, overlap_p2p=overlap and vpp > 1)
+    for rank, program in enumerate(programs(shape)):
+        live = inflight._Live(shape, rank, [1] * (shape.stages - 1))
+        for kind, first, second in program:
+            if kind == 2:
+                live.transfer(first, second)
+            else:
+                taken, made = live.work(kind == 0, first, second)
+                live.buffers += made - taken
+            assert live.buffers >= 0
+        assert live.buffers == 0
+
+
+def test_verdicts_follow_the_capacity() -> None:
+    job = Job(dp=8, microbatches=1)
+    one = trace(job, 0)
+    cluster = load_cluster("h100", 1, 8)
+    capacity = int(cluster.accelerator.hbm_bytes.value)
+    outside = memory.outside_bytes(one, cluster)
+    rest = sum(dataclasses.astuple(one.static)[:4]) + one.chunks[0].memory.backward_peak_bytes
+
+    def verdict(peak: float) -> str:
+        parameters = one.static.parameters + int(peak) - rest
+        static = dataclasses.replace(one.static, parameters=parameters)
+        stage = dataclasses.replace(one, static=static)
+        shape = Shape(pp=1, microbatches=1)
+        return memory.verdict(plan(job), [stage], cluster, shape).verdict
+
+    assert verdict(capacity - outside + 2) == "oom"
+    assert verdict(capacity - outside) == "at_risk"
+    assert verdict((capacity - outside) / (1 + memory.SLACK_HIGH) - 10) == "fits"
+    assert verdict((capacity - outside) / (1 + memory.SLACK_HIGH) + 10) == "at_risk"
+
+
+def test_roles_are_named_by_what_they_hold() -> None:
+    names = [role.role for role in judged(Job(pp=4, dp=2)).per_role]
+    assert names[0] == "pp stage 0 (embedding, 8 layers)"
+    assert names[1] == "pp stage 1 (8 layers)"
+    assert names[3] == "pp stage 3 (8 layers, output)"
+
+
+def test_context_and_each_communicator_count_once() -> None:
+    cluster = load_cluster("h100", 4, 8)
+    a = cluster.accelerator
+    alone = memory.outside_bytes(trace(Job(), 0), load_cluster("h100", 1, 1))
+    assert alone == int(a.context_bytes.value)
+    many = memory.outside_bytes(trace(Job(tp=4, pp=4, dp=2), 0), cluster)
+    assert many == int(a.context_bytes.value + 3 * a.communicator_bytes.value)

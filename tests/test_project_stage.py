@@ -1,0 +1,128 @@
+"""From the calls of one rank to seconds by term."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from primus_ext.cluster_data import load_cluster
+from primus_ext.cost.model import CostModel
+from primus_ext.cost.priced import CostError
+from primus_ext.project import stage
+from primus_ext.project.ledger import TermName
+from primus_ext.trace import (
+    ChunkTrace,
+    CollectiveKind,
+    Family,
+    Op,
+    RankTrace,
+    ScopeKind,
+    Segment,
+)
+from tests.synthetic import Job, Ops, collective, gemm, trace, traffic
+
+COST = CostModel(load_cluster("h100", 1, 8))
+
+
+def one_chunk(
+    forward: list[Op], kind: ScopeKind = ScopeKind.DENSE_LAYER, count: int = 1,
+    phase: str = "forward",
+) -> RankTrace:  # fmt: skip
+    ops = Ops()
+    segment = Segment(kind, "s", count, ops.calls(forward, phase), ())
+    base = trace(Job(tp=8), 0)
+    chunk = ChunkTrace(0, (segment,), base.chunks[0].memory, 0)
+    return dataclasses.replace(base, ops=tuple(ops.ops), chunks=(chunk,), step=())
+
+
+def terms(rank: RankTrace) -> tuple[dict[TermName, float], dict[TermName, float]]:
+    ledger = stage.price(COST, rank).chunks[0].forward
+    return dict(ledger.busy), dict(ledger.exposed)
+
+
+PRODUCT = gemm(8192, 8192, 8192)
+GATHER = collective(CollectiveKind.ALL_GATHER, "tp", 2**27)
+BESIDE = collective(CollectiveKind.ALL_GATHER, "tp", 2**27, asynchronous=True)
+T_PRODUCT = COST.op_seconds(PRODUCT).seconds
+assert GATHER.collective is not None
+T_GATHER = COST.collective_seconds(GATHER.collective, range(8)).seconds
+
+
+def test_equal_layers_count_as_often_as_they_are() -> None:
+    _, exposed = terms(one_chunk([PRODUCT, traffic("norm", 10**6)], count=20))
+    assert exposed[TermName.GEMM] == pytest.approx(20 * T_PRODUCT)
+
+
+def test_a_synchronous_collective_is_exposed() -> None:
+    busy, exposed = terms(one_chunk([GATHER, PRODUCT]))
+    assert exposed[TermName.TENSOR] == busy[TermName.TENSOR] == pytest.approx(T_GATHER)
+
+
+def test_an_asynchronous_collective_hides_behind_the_next_product() -> None:
+    assert T_GATHER < T_PRODUCT
+    busy, exposed = terms(one_chunk([BESIDE, PRODUCT]))
+    assert busy[TermName.TENSOR] == pytest.approx(T_GATHER)
+    assert exposed.get(TermName.TENSOR, 0.0) == 0.0
+
+
+def test_what_does_not_fit_behind_the_product_is_exposed() -> None:
+    _, exposed = terms(one_chunk([BESIDE, BESIDE, BESIDE, BESIDE, PRODUCT]))
+    assert exposed[TermName.TENSOR] == pytest.approx(4 * T_GATHER - T_PRODUCT)
+
+
+def test_nothing_to_hide_behind_means_exposed() -> None:
+    _, exposed = terms(one_chunk([PRODUCT, BESIDE]))
+    assert exposed[TermName.TENSOR] == pytest.approx(T_GATHER)
+
+
+def test_a_send_and_its_receive_are_one_exchange() -> None:
+    send = collective(CollectiveKind.SEND_RECV, "tp", 2**27)
+    both = [
+        dataclasses.replace(send, name="c10d.send", family=Family.P2P),
+        dataclasses.replace(send, name="c10d.recv_", family=Family.P2P),
+    ]
+    assert send.collective is not None
+    alone = COST.collective_seconds(send.collective, range(8)).seconds
+    busy, _ = terms(one_chunk(both))
+    assert busy[TermName.TENSOR] == pytest.approx(alone)
+
+
+@pytest.mark.parametrize(
+    ("kind", "phase", "term"),
+    [
+        (ScopeKind.DENSE_LAYER, "forward", TermName.GEMM),
+        (ScopeKind.MOE_LAYER, "forward", TermName.GEMM),
+        (ScopeKind.DENSE_LAYER, "recompute", TermName.RECOMPUTE),
+        (ScopeKind.OUTPUT, "forward", TermName.EDGES),
+        (ScopeKind.EMBEDDING, "forward", TermName.EDGES),
+    ],
+)
+def test_terms_follow_scope_and_phase(kind: ScopeKind, phase: str, term: TermName) -> None:
+    _, exposed = terms(one_chunk([PRODUCT], kind, phase=phase))
+    assert exposed == {term: pytest.approx(T_PRODUCT)}
+
+
+@pytest.mark.parametrize(
+    ("group", "term"),
+    [("tp", TermName.TENSOR), ("cp", TermName.CONTEXT), ("ep", TermName.EXPERT),
+     ("tp_ep", TermName.EXPERT), ("tp_cp", TermName.OTHER)],
+)  # fmt: skip
+def test_communication_is_named_by_its_group(group: str, term: TermName) -> None:
+    rank = one_chunk([collective(CollectiveKind.ALL_TO_ALL, group, 2**27)])
+    rank = dataclasses.replace(rank, groups={**rank.groups, group: tuple(range(8))})
+    _, exposed = terms(rank)
+    assert list(exposed) == [term]
+
+
+def test_a_group_that_is_not_in_the_trace_is_an_error() -> None:
+    with pytest.raises(CostError, match="group ep of a all_to_all is not in the trace"):
+        terms(one_chunk([collective(CollectiveKind.ALL_TO_ALL, "ep", 2**20)]))
+
+
+def test_exposed_terms_add_up_to_the_duration() -> None:
+    times = stage.price(CostModel(load_cluster("h100", 4, 8)), trace(Job(tp=8, pp=4), 0))
+    for chunk in times.chunks:
+        for ledger in (chunk.forward, chunk.backward):
+            assert ledger.seconds == pytest.approx(sum(ledger.kinds.values()))
+    assert times.step.seconds > 0
