@@ -311,8 +311,7 @@ def recipes(capability: str, name: str, kind: str) -> Any:
                     return tensor
 
                 hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t)
-                recorder.live = recorder.peak = 0
-                recorder._known.clear()
+                recorder = Recorder()
                 with recorder.mode:
                     with te.fp8_autocast(enabled=run_recipe is not None, fp8_recipe=run_recipe):
                         with hooks:

@@ -20,8 +20,8 @@ def price(name: str, op: Op) -> float:
 @pytest.mark.parametrize(
     ("name", "m", "n", "k", "dtype", "measured", "within"),
     [
-        # TFLOP/s that others measured; cuBLASLt: Azure AI-benchmarking-guide, hipBLASLt: HipKittens,
-        # ROCm blogs, Primus (MLPerf GPT-OSS); none of these single shapes fixes a constant alone
+        # TFLOP/s that others measured.  cuBLASLt: Azure AI-benchmarking-guide; hipBLASLt:
+        # HipKittens, ROCm blogs, Primus (MLPerf GPT-OSS).  None of them fixes a constant alone.
         ("a100", 8192, 8192, 8192, "bf16", 253.7, 0.05),
         ("h100", 16384, 16384, 16384, "fp8_e4m3/tensor", 1377.3, 0.05),
         ("h200", 6144, 12288, 12288, "fp8_e4m3/tensor", 1318.0, 0.05),
@@ -50,6 +50,12 @@ def test_no_product_beats_the_peak_and_none_is_free(name: str) -> None:
         assert op.flops / seconds < peak
 
 
+def test_short_contractions_are_slower() -> None:
+    # SimuMax A100, 4096 x 4096 outputs: 190.4 TFLOP/s at k = 512, 225.1 at k = 4096
+    rates = [gemm(4096, 4096, k).flops / price("a100", gemm(4096, 4096, k)) for k in (512, 4096)]
+    assert rates[0] / rates[1] == pytest.approx(190.35 / 225.08, rel=0.08)
+
+
 def test_a_thin_product_is_bound_by_memory() -> None:
     cluster = load_cluster("h100", 1, 8)
     op = gemm(16, 65536, 8192)
@@ -71,13 +77,36 @@ def test_time_grows_with_every_dimension() -> None:
         assert price("mi355x", gemm(*shape)) > 1.5 * base
 
 
-def test_grouped_products_split_their_rows() -> None:
-    attrs = dict(gemm(65536, 4096, 7168).attrs) | {"groups": 16}
-    one = dataclasses.replace(
-        gemm(65536, 4096, 7168), family=Family.GROUPED_GEMM, attrs=tuple(sorted(attrs.items()))
+def grouped(layout: str, groups: int, rows: int, n: int, k: int) -> Op:
+    dense = gemm(groups * rows, n, k, layout=layout)
+    attrs = dict(dense.attrs) | {"groups": groups}
+    return dataclasses.replace(
+        dense, family=Family.GROUPED_GEMM, attrs=tuple(sorted(attrs.items()))
     )
-    # Primus-Turbo PR 284, MI355X: 992 to 1534 TFLOP/s by library for 16 groups of 4096
-    assert 900 < one.flops / price("mi355x", one) / 1e12 < 1600
+
+
+@pytest.mark.parametrize(
+    ("name", "layout", "groups", "rows", "n", "k", "low", "high"),
+    [
+        # Primus-Turbo PR 284, by library; SimuMax B200, Transformer Engine
+        ("mi355x", "tn", 16, 4096, 4096, 7168, 1292, 1534),
+        ("mi355x", "nn", 16, 2048, 4096, 7168, 1091, 1230),
+        ("b200", "tn", 40, 9832, 3072, 5120, 1068, 1500),
+    ],
+)
+def test_grouped_products_run_as_fast_as_others_measured(
+    name: str, layout: str, groups: int, rows: int, n: int, k: int, low: float, high: float
+) -> None:
+    op = grouped(layout, groups, rows, n, k)
+    assert 0.85 * low < op.flops / price(name, op) / 1e12 < 1.15 * high
+
+
+def test_grouped_products_are_slower_than_dense_ones_and_need_a_layout() -> None:
+    for layout in ("tn", "nn", "nt"):
+        op = grouped(layout, 8, 4096, 4096, 4096)
+        assert price("h100", op) > price("h100", gemm(8 * 4096, 4096, 4096, layout=layout))
+    with pytest.raises(CostError, match="layout=tt"):
+        price("h100", grouped("tt", 8, 4096, 4096, 4096))
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import os
 import select
+import signal
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -94,6 +97,29 @@ def test_ctrl_c_ends_the_whole_group(run: Runner, tmp_path: Path):
     with pytest.raises(KeyboardInterrupt):
         run("forever", interrupt, pid_file=str(pid_file))
     pids = [int(pid) for pid in pid_file.read_text().split()]
+    assert len(pids) == 2 and all(gone(pid) for pid in pids)
+
+
+FOREVER = """
+import sys
+from pathlib import Path
+from primus_ext.runner import child
+child.BOOTSTRAP = "fake_child"
+folder = Path(sys.argv[1])
+request = {"play": "forever", "cwd": str(folder), "pid_file": str(folder / "pids")}
+child.run(request, [], folder, folder / "child.log", lambda *_: print("ready", flush=True))
+"""
+
+
+def test_sigterm_ends_the_whole_group(tmp_path: Path):
+    """What torchrun and job schedulers send."""
+    env = {**os.environ, "PYTHONPATH": str(APPS)}
+    line = [sys.executable, "-c", FOREVER, str(tmp_path)]
+    with subprocess.Popen(line, env=env, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None and process.stdout.readline() == "ready\n"
+        process.terminate()
+        assert process.wait() == 128 + signal.SIGTERM
+    pids = [int(pid) for pid in (tmp_path / "pids").read_text().split()]
     assert len(pids) == 2 and all(gone(pid) for pid in pids)
 
 

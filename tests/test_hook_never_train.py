@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -162,6 +164,16 @@ def test_a_process_that_the_program_starts_inside_a_projection(tmp_path: Path):
     assert "step" not in run.did and "checkpoint" not in run.did
 
 
+def test_the_runs_above_are_of_an_editable_installation():
+    """No path leads to the checkout but the installation's own hook."""
+    code = "import hydra_plugins.primus_ext.plugin as p, sys; print(p.__file__); print(sys.path)"
+    line = [sys.executable, "-c", code]
+    done = subprocess.run(line, cwd="/", env={}, capture_output=True, text=True, check=True)
+    file, path = done.stdout.splitlines()
+    assert file == str(ROOT / "hydra_plugins" / "primus_ext" / "plugin.py")
+    assert str(ROOT) not in eval(path)
+
+
 def installed(folder: Path, *, configuration: bool = True) -> Path:
     """The package as plain files in a folder, as a wheel leaves it."""
     for name in ("primus_ext", "hydra_plugins"):
@@ -235,15 +247,19 @@ def test_matrix_out_without_a_mode(kind: str, release: str, tmp_path: Path):
     check_out_alone(kind, tmp_path, release)
 
 
+def reached(kind: str, where: str) -> bool:
+    """Whether Hydra calls that hook for that kind of app, or -m is refused before."""
+    if where == "on_multirun_start":
+        return kind == "multirun_file"
+    return kind != "multirun_file" or where not in RUN_ONLY
+
+
 @pytest.mark.slow
 @everywhere
-@kinds
-@pytest.mark.parametrize("where", BREAKS)
+@pytest.mark.parametrize(
+    ("kind", "where"), [(kind, where) for kind in KINDS for where in BREAKS if reached(kind, where)]
+)
 def test_matrix_an_error_of_ours(kind: str, release: str, where: str, tmp_path: Path):
-    if where == "on_multirun_start" and kind != "multirun_file":
-        pytest.skip("a sweep that is not typed with -m is one file's")
-    if where in RUN_ONLY and kind == "multirun_file":
-        pytest.skip("hooks of single runs")
     check_broken(kind, where, tmp_path, release)
 
 

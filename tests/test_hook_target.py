@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from primus_ext.runner import UsageError, local_device, target
+from primus_ext.hydra import typed
+from primus_ext.runner import MODES, UsageError, local_device, target
 from tests.never_train.support import ROOT, run_app
 
 sys.path.insert(0, str(ROOT / "scripts"))
@@ -27,6 +28,30 @@ def test_the_files_say_what_their_names_say():
         assert read.name == path.stem
     sizes = sorted({a * b for a, b in maker.SHAPES})
     assert sizes[0] == 1 and sizes[-1] == 8192
+
+
+@pytest.mark.parametrize("group", typed.GROUPS)
+def test_each_group_stands_alone_and_writes_below_hydra(group: str):
+    """A folder with more than its one group would show that group to other people's apps."""
+    root = ROOT / "hydra_conf" / group
+    assert [path.name for path in root.iterdir()] == [group]
+    for path in (root / group).iterdir():
+        first, content = path.read_text().split("\n", 1)
+        if group == "target_cluster":
+            assert first == f"# @package {typed.CALLBACK}.target_cluster"
+        else:
+            assert first == "# @package _global_"
+            assert set(yaml.safe_load(content)) <= {"hydra"}
+
+
+def test_every_mode_has_its_option():
+    files = (ROOT / "hydra_conf" / "projection" / "projection").iterdir()
+    modes = {
+        path.stem: yaml.safe_load(path.read_text())["hydra"]["callbacks"]["primus_projection"]
+        for path in files
+    }
+    assert set(modes) == set(MODES)
+    assert all(node["mode"] == mode for mode, node in modes.items())
 
 
 def test_every_accelerator_of_the_targets_has_figures():

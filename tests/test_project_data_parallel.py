@@ -82,6 +82,10 @@ def test_aligned_chunks_are_reduced_while_lower_chunks_work() -> None:
     slow = [bucket(1.0, 1.0, chunk=0), bucket(1.0, 7.0, chunk=1)]
     end = dp.reduced_at(job_plan(), shape, run, 0, slow, [2.0, 2.0])
     assert end == pytest.approx(run.finish[0] - 4.0 + 7.0 + 1.0)
+    # rank 1 starts one backward later, as rank 0 does with the same chunk
+    end = dp.reduced_at(job_plan(), shape, run, 1, slow, [2.0, 2.0])
+    after_one_more = run.backward_ends[1][-2]
+    assert end == pytest.approx(after_one_more + 7.0 + 1.0)
 
 
 def test_the_first_gather_is_waited_for_and_the_next_ones_hide() -> None:

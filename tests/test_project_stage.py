@@ -71,6 +71,11 @@ def test_what_does_not_fit_behind_the_product_is_exposed() -> None:
     assert exposed[TermName.TENSOR] == pytest.approx(4 * T_GATHER - T_PRODUCT)
 
 
+def test_an_asynchronous_collective_is_waited_for_after_one_product() -> None:
+    _, exposed = terms(one_chunk([*[BESIDE] * 4, PRODUCT, PRODUCT]))
+    assert exposed[TermName.TENSOR] == pytest.approx(4 * T_GATHER - T_PRODUCT)
+
+
 def test_nothing_to_hide_behind_means_exposed() -> None:
     _, exposed = terms(one_chunk([PRODUCT, BESIDE]))
     assert exposed[TermName.TENSOR] == pytest.approx(T_GATHER)

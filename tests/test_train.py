@@ -94,9 +94,9 @@ def test_flags_that_must_not_change_the_mathematics(tiny_gpt):
 def test_a_run_resumed_from_a_checkpoint_is_the_uninterrupted_one(tmp_path):
     options = ("model=tiny_gpt", "train.steps=4", "train.lr=1e-2")
     ok(train(tmp_path, *options, "train.save=saved", "train.save_interval=2",
-             "train.log_jsonl=whole.jsonl"))
+             "train.log_jsonl=whole.jsonl", processes=2))
     ok(train(tmp_path, *options, "train.load=saved", "+megatron.ckpt_step=2",
-             "train.log_jsonl=rest.jsonl"))
+             "train.log_jsonl=rest.jsonl", processes=2))
     whole, rest = scalars(tmp_path / "whole.jsonl"), scalars(tmp_path / "rest.jsonl")
     assert {step for step, _ in rest} == {3, 4}
     for step in (3, 4):
@@ -137,7 +137,7 @@ ILLEGAL = {
     "unknown argument": (["+megatron.nose=1"], 1, ["megatron.nose=1", "no argument"]),
     "bad argument": (["+megatron.clip_grad=much"], 1, ["megatron.clip_grad=much", "float"]),
     "bad choice": (["+megatron.fp8=e9"], 1, ["megatron.fp8=e9", "hybrid"]),
-    "bad flag": (["+megatron.finetune=3"], 1, ["megatron.finetune=3", "true or false"]),
+    "bad flag": (["+megatron.fim_data=3"], 1, ["megatron.fim_data=3", "true or false"]),
     "layout": (["parallel.pp=2", "parallel.layout=Et*2|t*1L"], 2, ["parallel.layout=Et*2|t*1L"]),
     "load": (["train.load=nowhere"], 1, ["train.load=nowhere", "folder of a checkpoint"]),
 }  # fmt: skip

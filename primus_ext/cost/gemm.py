@@ -8,7 +8,7 @@ from primus_ext.cluster import Accelerator
 from primus_ext.cost.formats import format_of, peak_flops
 from primus_ext.cost.memory_bound import traffic_seconds
 from primus_ext.cost.priced import MODEL, CostError, Priced
-from primus_ext.trace import Op
+from primus_ext.trace import Family, Op
 
 TILE = 128
 """Edge of the output tile that one multiprocessor computes at a time (elements).  Kernels of the
@@ -20,6 +20,11 @@ PROLOGUE_K = 128
 Of 0, 64 and 128 it leaves the smallest spread of measured over modelled on all nine NVIDIA tables
 of aiconfigurator-core 0.12.0 that were tried (e.g. H100 with vLLM: standard deviation of the
 logarithm 0.147, 0.126, 0.116) and on the SimuMax A100 rows (0.088, 0.080, 0.078)."""
+
+GROUPED_SHARE = {"tn": 0.88, "nn": 0.83, "nt": 0.76}
+"""Rate of grouped products with at least 512 rows a group over that of large dense ones, by layout
+(forward, input gradient, weight gradient): median over B200, A100 PCIe (SimuMax 4dcaae5) and MI355X
+(Primus-Turbo PR 284) of each one's median; ``scripts/fit/efficiencies.py``."""
 
 
 def fill(accelerator: Accelerator, m: int, n: int, count: int) -> float:
@@ -65,8 +70,22 @@ def efficiency(accelerator: Accelerator, number_format: str) -> float:
     return figure.value
 
 
+def _grouped_share(layout: str) -> float:
+    share = GROUPED_SHARE.get(layout)
+    if share is None:
+        raise CostError(
+            f"layout={layout} of a grouped product has no price: {', '.join(GROUPED_SHARE)} have"
+        )
+    return share
+
+
 def price(accelerator: Accelerator, op: Op) -> Priced:
-    """Seconds of a dense or grouped product: the slower of compute and traffic, and the launch."""
+    """Seconds of a dense or grouped product: the slower of compute and traffic, and the launch.
+
+    Raises:
+        CostError: The format or the layout has no published efficiency.
+        ClusterError: The accelerator does not compute in the format.
+    """
     attrs = dict(op.attrs)
     number_format = format_of(attrs["dtype"])
     groups = int(attrs.get("groups", 1))
@@ -74,6 +93,8 @@ def price(accelerator: Accelerator, op: Op) -> Priced:
     # in a grouped product m is the total over the groups; in a weight gradient it is not split
     rows = attrs["m"] if attrs.get("layout") == "nt" else math.ceil(attrs["m"] / groups)
     rate = peak_flops(accelerator, number_format) * efficiency(accelerator, number_format)
+    if op.family is Family.GROUPED_GEMM:
+        rate *= _grouped_share(attrs["layout"])
     if not op.flops:
         return Priced(accelerator.kernel_launch_s.value, MODEL, {})
     compute = compute_flops(accelerator, op.flops, rows, attrs["n"], attrs["k"], count) / rate

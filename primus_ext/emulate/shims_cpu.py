@@ -70,6 +70,40 @@ def _splits(module: Any) -> None:
     module.maybe_move_tensor_to_cpu = to_numpy
 
 
+@patch("megatron.core.optimizer.distrib_optimizer", "HAVE_APEX_OR_TE",
+       "DistributedOptimizer.sharded_state_dict", "DistributedOptimizer.load_state_dict",
+       "DistributedOptimizer._init_optimizer_states_with_dummy_values",
+       group="cpu_training", versions=_MCORE,
+       reason="with torch's Adam (no fused one of APEX or Transformer Engine) and in FP32 a "
+              "checkpoint can't be resumed: the step counter is read before Adam has a state, one "
+              "that starts anew is loaded and shared by all parameters, and views of parameters "
+              "are written to")
+def _resume(module: Any) -> None:
+    owner = module.DistributedOptimizer
+    sharded, load = owner.sharded_state_dict, owner.load_state_dict
+
+    @functools.wraps(sharded)
+    def sharded_state_dict(
+        self: Any, model_sharded_state_dict: Any, is_loading: bool = False, *args: Any, **kw: Any
+    ) -> Any:
+        if is_loading and not module.HAVE_APEX_OR_TE and not self.optimizer.state:
+            self._init_optimizer_states_with_dummy_values()  # the load replaces all of them
+        return sharded(self, model_sharded_state_dict, is_loading, *args, **kw)
+
+    @functools.wraps(load)
+    def load_state_dict(self: Any, state_dict: Any) -> None:
+        with torch.no_grad():
+            load(self, state_dict)
+        if not module.HAVE_APEX_OR_TE:
+            for group in self.optimizer.param_groups:  # these do hold the saved counter
+                for state in map(self.optimizer.state.get, group["params"]):
+                    if state:
+                        state["step"] = torch.tensor(float(group["step"]))
+
+    owner.sharded_state_dict = sharded_state_dict
+    owner.load_state_dict = load_state_dict
+
+
 @patch("megatron.training.initialize", "initialize_megatron", group="cpu_training",
        versions=_MCORE, reason="pretrain() calls it without allow_no_cuda=True")
 def _initialize(module: Any) -> None:

@@ -46,7 +46,7 @@ _EXPLAINED = (
      "that is of {micro_batch_size} x {data_parallel_size} sequences"),
     ("interleaved schedule is used", (_VPP, _PP), None),
     ("num_experts must be non None", (_EP, "num_experts"), "the model has no experts to spread"),
-    ("layout|layer character", (_LAYOUT,), None),
+    ("layout|layer character|decoder layers", (_LAYOUT, "num_layers"), None),
 )
 
 

@@ -60,11 +60,7 @@ def classify(name: str, func: Any, args: tuple, kwargs: dict, recorder: Recorder
     if len(recorder.groups_seen[group]) == 1 or kind is CollectiveKind.BARRIER:
         return None
     buffers = [t for t in tree_iter(args[buffer_at]) if isinstance(t, torch.Tensor)]
-    names = [a.name for a in func._schema.arguments]
-    position = names.index("async_op") if "async_op" in names else -1
-    asynchronous = bool(
-        kwargs.get("async_op", args[position] if 0 <= position < len(args) else False)
-    )
+    asynchronous = _is_asynchronous(func, args, kwargs)
     size = sum(t.numel() * t.element_size() for t in buffers)
     dtype = dtype_name(buffers[0].dtype)
     family = Family.P2P if kind is CollectiveKind.SEND_RECV else Family.COLLECTIVE
@@ -73,3 +69,12 @@ def classify(name: str, func: Any, args: tuple, kwargs: dict, recorder: Recorder
         bytes=0, collective=Collective(kind=kind, group=group, bytes=size, dtype=dtype,
                                        asynchronous=asynchronous),
     )  # fmt: skip
+
+
+def _is_asynchronous(func: Any, args: tuple, kwargs: dict) -> bool:
+    """Whether the caller did not wait.  Dispatch drops arguments that equal their default."""
+    for position, argument in enumerate(func._schema.arguments):
+        if argument.name == "async_op":
+            given = args[position] if position < len(args) else argument.default_value
+            return bool(kwargs.get("async_op", given))
+    return False

@@ -28,7 +28,7 @@ def forward_flops(trace: RankTrace) -> int:
         for segment in chunk.segments:
             for call in segment.forward:
                 op = trace.ops[call.op]
-                if call.phase == "forward" and op.family in _MODEL:
+                if op.family in _MODEL:
                     flops += op.flops * segment.count
     return flops
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import shutil
 import traceback
@@ -89,6 +90,7 @@ def _project(request: Request) -> Outcome:
     cluster = _cluster(request)
     projection = _composed(request, mode, cluster, notes)
     path = _write(projection, request.out)
+    _show(projection)
     return _judged(projection.memory.verdict, request.fail_on, path)
 
 
@@ -182,9 +184,7 @@ def _question(request: Request, mode: str, cluster: Cluster) -> dict[str, Any]:
 
 
 def _write(projection: Projection, directory: Path) -> Path:
-    from rich.console import Console
-
-    from primus_ext.report import files, terminal
+    from primus_ext.report import files
 
     try:
         files.write(projection, directory)
@@ -193,8 +193,17 @@ def _write(projection: Projection, directory: Path) -> Path:
             f"+projection.out={directory} could not be written: {error.strerror or error}; name a "
             "folder with room"
         ) from error
-    terminal.render(projection, Console())
     return directory / "projection.json"
+
+
+def _show(projection: Projection) -> None:
+    from rich.console import Console
+
+    from primus_ext.report import terminal
+
+    # A reader that has seen enough (`| head`) is no error; rich turns it into a SystemExit.
+    with contextlib.suppress(BrokenPipeError, SystemExit):
+        terminal.render(projection, Console())
 
 
 def _judged(verdict: str, fail_on: str | None, path: Path) -> Outcome:

@@ -173,6 +173,38 @@ def hbm_samples(rows: list[Row], name: str) -> Samples:
     return dict(samples)
 
 
+GROUPED = {"fwd": "tn", "dgrad": "nn", "wgrad": "nt"}
+# product -> sources whose grouped rows and dense rows were measured alike
+GROUPED_ROWS = {
+    "B200": (("simumax_b200",), ("simumax_b200",)),
+    "A100-PCIe-80": (("simumax_a100",), ("simumax_a100",)),
+    "MI355X": (("turbo_pr284", "turbo_megamoe"), ("hipkittens", "primus_gptoss")),
+}
+ENOUGH_ROWS = 512
+"""Rows of a group from which a grouped product is compared with a dense one."""
+
+
+def grouped_shares(rows: list[Row], direction: str) -> Samples:
+    """Rate of grouped products over the median rate of large dense ones, by product."""
+    samples: Samples = {}
+    for gpu, (grouped, dense) in GROUPED_ROWS.items():
+        plain = [
+            row.value
+            for row in rows
+            if row.gpu == gpu and row.source in dense and row.op == "gemm" and row.dtype == "bf16"
+            and {"m", "n", "k"} <= row.shape.keys() and row.unit == "TFLOP/s"
+            and 2.0 * row.shape["m"] * row.shape["n"] * row.shape["k"] >= LARGE
+        ]  # fmt: skip
+        samples[gpu] = [
+            row.value / statistics.median(plain)
+            for row in rows
+            if row.gpu == gpu and row.source in grouped and row.op == "grouped_gemm"
+            and row.direction == direction and row.dtype == "bf16"
+            and row.shape.get("m_per_group", ENOUGH_ROWS) >= ENOUGH_ROWS
+        ]  # fmt: skip
+    return samples
+
+
 def report(label: str, samples: Samples, stated: float, spreads: list[float]) -> bool:
     """Print one efficiency; tell whether the file agrees."""
     if not samples:
@@ -199,6 +231,10 @@ def main() -> int:
     paths = [options.evidence, HERE / "extra_evidence.yaml"]
     rows, bounds = read(paths), read(paths, also=("threshold",))
     agree = True
+    print("grouped over dense products")
+    for direction, layout in GROUPED.items():
+        stated = gemm.GROUPED_SHARE[layout]
+        agree &= report(direction, grouped_shares(rows, direction), stated, [])
     for name in GEMM_ROWS:
         print(name)
         accelerator = load_accelerator(name)

@@ -50,6 +50,7 @@ def record(
             and the main gradient is written instead of accumulated).
     """
     from megatron.core.pipeline_parallel import schedules
+    from megatron.core.utils import get_attr_wrapped_model
 
     chunk, memory = model[index], recorder.memory
     has_embedding, has_output = _position(chunk)
@@ -80,6 +81,8 @@ def record(
             schedules.backward_step([received], output, [gradient], config)
             scopes.in_backward = False
         backward_peak = memory.peak - before
+    if received is not None:  # the model keeps its last input; in a pipeline a newer one
+        get_attr_wrapped_model(chunk, "set_input_tensor")([None])
     del output, received, gradient
     gc.collect()
     return ChunkTrace(

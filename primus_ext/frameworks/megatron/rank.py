@@ -160,7 +160,7 @@ def _leave_parameters_alone(chunk: Any) -> None:
 
 
 def _buckets(model: list[Any], recorder: Recorder) -> tuple[Bucket, ...]:
-    """Every gradient bucket of the data-parallel wrapper, in the order of the forward."""
+    """Every gradient bucket of the data-parallel wrapper, in the order in which the backward fills them."""
     found = []
     for index, chunk in enumerate(model):
         for buffer in [*chunk.buffers, *chunk.expert_parallel_buffers]:
