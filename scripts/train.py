@@ -59,7 +59,6 @@ KEYS = {
     "recompute_method": "train.recompute_method",
     "recompute_num_layers": "train.recompute_num_layers",
     "recompute_modules": "train.recompute_modules",
-    "world_size": "WORLD_SIZE",
 }
 SIZES = ("parallel.tp", "parallel.pp", "parallel.vpp", "parallel.cp", "parallel.ep", "train.mbs",
          "train.gbs", "train.seq", "train.steps", "train.log_interval", "train.save_interval",
@@ -111,58 +110,50 @@ def megatron_arguments(cfg: DictConfig, on_cpu: bool) -> dict[str, Any]:
     """
     groups: Any = OmegaConf.to_container(cfg, resolve=True)
     parallel, train = groups["parallel"], groups["train"]
-    # more than one data-parallel rank: gradients are reduced, so overlap that
+    _fill_in(parallel)
+    arguments: dict[str, Any] = {**groups["model"], **groups["precision"]}
+    for name, key in KEYS.items():
+        group, _, leaf = key.partition(".")
+        if groups[group][leaf] is not None:
+            arguments[name] = groups[group][leaf]
+    if parallel["vpp"] == 1 or arguments.get("pipeline_model_parallel_layout") is not None:
+        del arguments["num_virtual_stages_per_pipeline_rank"]
+    unused = {"none": ("granularity", "modules", "method", "num_layers"),
+              "selective": ("method", "num_layers"), "full": ("modules",)}  # fmt: skip
+    for name in unused[train["recompute"]]:
+        arguments.pop(f"recompute_{name}", None)
+    arguments["no_load_optim"] = arguments["no_load_rng"] = train["finetune"]
+    return _for_this_machine(arguments, groups, on_cpu) | groups["megatron"]
+
+
+def _fill_in(parallel: dict[str, Any]) -> None:
+    """Settings that follow from the others where they are left open."""
     several = world_size() > parallel["tp"] * parallel["pp"] * parallel["cp"]
-    overlap = _default(parallel["overlap_grad_reduce"], several)
-    gather = overlap and parallel["distributed_optimizer"]
-    arguments: dict[str, Any] = {
-        **groups["model"],
-        **groups["precision"],
-        "tensor_model_parallel_size": parallel["tp"],
-        "pipeline_model_parallel_size": parallel["pp"],
-        "context_parallel_size": parallel["cp"],
-        "expert_model_parallel_size": parallel["ep"],
-        "expert_tensor_parallel_size": parallel["etp"],
-        "sequence_parallel": _default(parallel["sequence_parallel"], parallel["tp"] > 1),
-        "use_distributed_optimizer": parallel["distributed_optimizer"],
-        "overlap_grad_reduce": overlap,
-        "overlap_param_gather": _default(parallel["overlap_param_gather"], gather),
-        "micro_batch_size": train["mbs"],
-        "global_batch_size": train["gbs"],
-        "seq_length": train["seq"],
-        "train_iters": train["steps"],
-        "seed": train["seed"],
-        "lr": train["lr"],
-        "log_interval": train["log_interval"],
-        "load": train["load"],
-        "finetune": train["finetune"],
-        "no_load_optim": train["finetune"],
-        "no_load_rng": train["finetune"],
-    }
-    if parallel["layout"] is not None:
-        arguments["pipeline_model_parallel_layout"] = parallel["layout"]
-    if arguments.get("pipeline_model_parallel_layout") is None and parallel["vpp"] > 1:
-        arguments["num_virtual_stages_per_pipeline_rank"] = parallel["vpp"]
-    if train["save"] is not None:
-        arguments |= {"save": train["save"], "save_interval": train["save_interval"]}
-    if train["recompute"] != "none":
-        arguments["recompute_granularity"] = train["recompute"]
-        arguments["recompute_modules"] = train["recompute_modules"]
-    if train["recompute"] == "full":
-        arguments["recompute_method"] = train["recompute_method"]
-        arguments["recompute_num_layers"] = train["recompute_num_layers"]
-    if importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is None:
-        arguments["gradient_accumulation_fusion"] = False  # APEX is not installed
-    if on_cpu:
-        if arguments.get("fp8") or arguments.get("fp4"):
-            choice = HydraConfig.get().runtime.choices["precision"]
-            raise ConfigError(f"precision={choice} is not legal without a GPU: use fp32 or bf16")
-        arguments |= groups["cpu"]
-    return arguments | groups["megatron"]
+    if parallel["sequence_parallel"] is None:
+        parallel["sequence_parallel"] = parallel["tp"] > 1
+    if parallel["overlap_grad_reduce"] is None:
+        parallel["overlap_grad_reduce"] = several
+    if parallel["overlap_param_gather"] is None:
+        parallel["overlap_param_gather"] = (
+            parallel["overlap_grad_reduce"] and parallel["distributed_optimizer"]
+        )
 
 
-def _default(value: Any, default: Any) -> Any:
-    return default if value is None else value
+def _for_this_machine(
+    arguments: dict[str, Any], groups: dict[str, Any], on_cpu: bool
+) -> dict[str, Any]:
+    """Without what is not installed, or needs a GPU where there is none."""
+    if importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is None:  # APEX
+        arguments = arguments | {"gradient_accumulation_fusion": False}
+    if not on_cpu and importlib.util.find_spec("transformer_engine"):
+        return arguments
+    if arguments.get("fp8") or arguments.get("fp4"):
+        choice = HydraConfig.get().runtime.choices["precision"]
+        raise ConfigError(
+            f"precision={choice} is not legal here: it needs a GPU and Transformer Engine, "
+            "so use fp32 or bf16"
+        )
+    return arguments | groups["local"] | (groups["cpu"] if on_cpu else {})
 
 
 def parse(cfg: DictConfig, on_cpu: bool) -> tuple[Any, Any]:
@@ -178,6 +169,7 @@ def parse(cfg: DictConfig, on_cpu: bool) -> tuple[Any, Any]:
     from megatron.training.arguments import parse_and_validate_args
 
     keys = {str(name): f"model.{name}" for name in cfg.model} | KEYS
+    keys["world_size"] = "WORLD_SIZE"
     arguments = megatron_arguments(cfg, on_cpu)
     check_sizes(arguments, keys)
     words = megatron_command_line(arguments, keys)
@@ -332,10 +324,14 @@ def train(cfg: DictConfig) -> None:
         ConfigError: If the configuration can't be trained.
     """
     check(cfg)
+    # Megatron-LM asks for it where it overlaps tensor- or context-parallel communication.
+    if cfg.parallel.tp > 1 or cfg.parallel.cp > 1:
+        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     # Torch and Megatron-LM load in seconds: import them once the configuration makes sense.
     from primus_ext.emulate.virtual_cuda import enable_cpu_training
 
     on_cpu = enable_cpu_training()
+    import torch
     from megatron.core.enums import ModelType
     from megatron.training import global_vars, pretrain
 
@@ -343,6 +339,7 @@ def train(cfg: DictConfig) -> None:
     if cfg.train.log_jsonl and args.rank == args.world_size - 1:
         global_vars._GLOBAL_TENSORBOARD_WRITER = JsonLog(cfg.train.log_jsonl)
     pretrain(config, datasets, ModelType.encoder_or_decoder, forward_step)
+    torch.distributed.destroy_process_group()
 
 
 @hydra.main(version_base="1.3", config_path="../hydra_conf/trainer", config_name="config")

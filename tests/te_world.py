@@ -1,7 +1,9 @@
-"""Programs for the stand-in's tests: each runs in a process of its own and prints JSON.
+"""Programs for the stand-in's tests, run in a process apart that prints JSON.
 
 The stand-in and the virtual device must be installed before Transformer Engine and Megatron are
-imported, and stay installed; so tests start ``python -m tests.te_world PROGRAM ARGUMENTS``.
+imported, and stay installed; so tests start ``python -m tests.te_world CAPABILITY PROGRAM...``.
+The process imports everything once and forks for each program (``attention:mla`` is function
+``attention`` with argument ``mla``), which leaves each one its own process groups and caches.
 """
 
 from __future__ import annotations
@@ -11,6 +13,8 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
+import traceback
 import warnings
 from pathlib import Path
 from typing import Any
@@ -18,10 +22,10 @@ from typing import Any
 ROOT = Path(__file__).parent.parent
 
 
-def run(program: str, *arguments: str) -> Any:
-    """What a program printed, decoded."""
+def run(capability: str, *programs: str) -> dict[str, Any]:
+    """What the programs answered, by program."""
     result = subprocess.run(
-        [sys.executable, "-m", "tests.te_world", program, *arguments],
+        [sys.executable, "-m", "tests.te_world", capability, *programs],
         capture_output=True, text=True, cwd=ROOT, check=False,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )  # fmt: skip
@@ -37,6 +41,38 @@ def install(capability: tuple[int, int]) -> None:
     virtual_cuda.install(
         virtual_cuda.DeviceProfile("device", capability, 80 * 2**30, 132, 8))
     te.install(compute_capability=capability)
+
+
+def _fork(program: str, folder: Path) -> Any:
+    """Answer of a program that ran in a copy of this process."""
+    path = folder / "answer.json"
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            name, *arguments = program.split(":")
+            path.write_text(json.dumps(globals()[name](*arguments)))
+            code = 0
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            sys.stderr.flush()
+            os._exit(code)
+    status = os.waitpid(child, 0)[1]
+    assert status == 0, f"{program} failed with status {status}"
+    return json.loads(path.read_text())
+
+
+def main(capability: str, *programs: str) -> None:
+    install(_capability(capability))
+    import megatron.core.models.gpt.gpt_layer_specs  # noqa: F401
+    import transformer_engine.pytorch  # noqa: F401
+
+    from primus_ext.frameworks.megatron import patches  # noqa: F401
+
+    with tempfile.TemporaryDirectory() as folder:
+        answers = {program: _fork(program, Path(folder)) for program in programs}
+    sys.stdout.write("\n" + json.dumps(answers) + "\n")
 
 
 def _capability(text: str) -> tuple[int, int]:
@@ -143,9 +179,8 @@ def _one_layer(config: Any, spec: Any, tokens: int, seq: int, rope_dim: int | No
     return recorder
 
 
-def dense(_: str) -> Any:
+def dense() -> Any:
     """One layer of rank 0 of Llama-70B on 1,024 ranks: tp 8 with sequence parallelism, pp 8."""
-    install((9, 0))
     from megatron.core.models.gpt.gpt_layer_specs import (
         get_gpt_layer_with_transformer_engine_spec,
     )
@@ -162,9 +197,8 @@ def dense(_: str) -> Any:
     return _one_layer(config, spec, 1024, 8192, 128).ops
 
 
-def attention(kind: str, capability: str = "9.0") -> Any:
+def attention(kind: str) -> Any:
     """One layer with a special attention: qk_norm, mla, sink, or cp_p2p, cp_all_gather, cp_a2a."""
-    install(_capability(capability))
     from megatron.core.models.gpt.gpt_layer_specs import (
         get_gpt_layer_with_transformer_engine_spec,
     )
@@ -199,7 +233,6 @@ def attention(kind: str, capability: str = "9.0") -> Any:
 
 def parity(dtype_name: str) -> Any:
     """Loss and gradients of one small GPT in both layer specs, same weights, real tensors."""
-    install((9, 0))
     import torch
     import torch.distributed as dist
     from megatron.core import parallel_state
@@ -281,9 +314,8 @@ def _module(kind: str) -> Any:
     return te.GroupedLinear(len(SPLITS), INNER, OUTER, **options)
 
 
-def recipes(capability: str, name: str, kind: str) -> Any:
+def recipes(name: str, kind: str) -> Any:
     """One module under one recipe, on real and on fake tensors: saved bytes, peak, errors."""
-    install(_capability(capability))
     import torch
     import transformer_engine.pytorch as te
 
@@ -329,10 +361,8 @@ def recipes(capability: str, name: str, kind: str) -> Any:
     return answer
 
 
-def surface(_: str) -> Any:
+def surface() -> Any:
     """Names, enumerations and scale shapes that Transformer Engine's Python itself knows."""
-    install((10, 0))
-    import torch
     import transformer_engine.pytorch as te
     import transformer_engine_torch as tex
     from transformer_engine.pytorch.constants import DType
@@ -363,10 +393,24 @@ def surface(_: str) -> Any:
         },
         "have": sorted(dir(tex)),
         "scale_shapes": shapes,
-        "torch": torch.__version__,
+        **_refusals(),
     }
 
 
+def _refusals() -> dict[str, str]:
+    """What ``install`` says where it cannot."""
+    from primus_ext.emulate import te
+
+    answers = {}
+    for key, capability in (("same", (10, 0)), ("other_target", (9, 0)), ("too_late", (10, 0))):
+        if key == "too_late":
+            del sys.modules["transformer_engine_torch"]
+        try:
+            te.install(compute_capability=capability)
+        except RuntimeError as error:
+            answers[key] = str(error)
+    return answers
+
+
 if __name__ == "__main__":
-    answer = globals()[sys.argv[1]](*(sys.argv[2:] or ("",)))
-    sys.stdout.write("\n" + json.dumps(answer) + "\n")
+    main(*sys.argv[1:])

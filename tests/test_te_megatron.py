@@ -19,9 +19,18 @@ def split(ops: list) -> tuple[list, list]:
     return ops[:at], ops[at + 1 :]
 
 
+KINDS = ("mla", "sink", "qk_norm", "cp_p2p", "cp_all_gather", "cp_a2a")
+
+
 @pytest.fixture(scope="module")
-def dense() -> tuple[list, list]:
-    return split(te_world.run("dense", ""))
+def answers() -> dict[str, Any]:
+    return te_world.run(
+        "9.0", "dense", *(f"attention:{k}" for k in KINDS), "parity:float32", "parity:bfloat16")
+
+
+@pytest.fixture(scope="module")
+def dense(answers: dict) -> tuple[list, list]:
+    return split(answers["dense"])
 
 
 def test_every_gemm_of_a_sharded_layer(dense: tuple[list, list]) -> None:
@@ -73,71 +82,71 @@ def test_norms_and_rope_are_one_kernel_each(dense: tuple[list, list]) -> None:
     assert names[0]["primus_te::fused_rope_fwd"] == names[1]["primus_te::fused_rope_bwd"] == 2
 
 
-def attention(kind: str, capability: str = "9.0") -> tuple[list[dict[str, Any]], list]:
+def attention(answers: dict, kind: str) -> tuple[list[dict[str, Any]], list]:
     """Attributes of every attention forward call, and all operators of the forward pass."""
-    forward, backward = split(te_world.run("attention", kind, capability))
+    forward, backward = split(answers[f"attention:{kind}"])
     calls = [attrs for name, _, attrs in forward if name == "primus_te::fused_attn_fwd"]
     assert len([n for n, _, _ in backward if n.startswith("primus_te::fused_attn_bwd")]) == len(calls)
     return calls, forward
 
 
-def test_latent_attention_has_two_head_sizes() -> None:
-    (call,), _ = attention("mla", "10.0")
+def test_latent_attention_has_two_head_sizes(answers: dict) -> None:
+    (call,), _ = attention(answers, "mla")
     assert (call["dim_qk"], call["dim_v"], call["heads"], call["kv_heads"]) == (192, 128, 16, 16)
 
 
 def test_latent_attention_is_not_fused_on_an_a100() -> None:
-    calls, forward = attention("mla", "8.0")
+    calls, forward = attention(te_world.run("8.0", "attention:mla"), "mla")
     assert not calls and not any("attn" in name for name, _, _ in forward)
 
 
-def test_sink_window_and_bias() -> None:
-    (call,), forward = attention("sink")
+def test_sink_window_and_bias(answers: dict) -> None:
+    (call,), forward = attention(answers, "sink")
     assert call["softmax_type"] == "learnable" and call["window"] == [128, 0] and call["causal"]
     qkv = next(op for op in forward if op[0] == "primus_te::gemm")
     assert qkv[1][-1] == [768]  # its bias
 
 
-def test_query_and_key_norm() -> None:
-    _, forward = attention("qk_norm")
+def test_query_and_key_norm(answers: dict) -> None:
+    _, forward = attention(answers, "qk_norm")
     rows = [shapes[0] for name, shapes, _ in forward if name == "primus_te::rmsnorm_fwd"]
     assert [1024 * 8, 128] in rows and [1024 * 4, 128] in rows
 
 
-def test_context_parallel_ring() -> None:
+def test_context_parallel_ring(answers: dict) -> None:
     """Rank 0 of 4: its own block causal, then half of its queries on each block received."""
-    calls, forward = attention("cp_p2p")
+    calls, forward = attention(answers, "cp_p2p")
     assert [(c["mask"], c["seq_q"], c["seq_kv"]) for c in calls] == [
         ("causal", 256, 256), *[("no_mask", 128, 256)] * 3]  # fmt: skip
     sends = [shapes for name, shapes, _ in forward if name == "c10d::send"]
     assert len(sends) == 3 and all(s == [[2 * 256 * 4 * 128]] for s in sends)
 
 
-def test_context_parallel_all_gather() -> None:
+def test_context_parallel_all_gather(answers: dict) -> None:
     """Rank 0 of 4 holds chunks 0 and 7 of 8."""
-    calls, forward = attention("cp_all_gather")
+    calls, forward = attention(answers, "cp_all_gather")
     assert [(c["mask"], c["seq_q"], c["seq_kv"]) for c in calls] == [
         ("causal_bottom_right", 128, 128), ("causal_bottom_right", 128, 1024)]  # fmt: skip
     gathers = [shapes[0] for name, shapes, _ in forward if name == "c10d::_allgather_base_"]
     assert gathers == [[1024, 1, 4, 128]] * 2
 
 
-def test_context_parallel_all_to_all() -> None:
-    (call,), forward = attention("cp_a2a")
+def test_context_parallel_all_to_all(answers: dict) -> None:
+    (call,), forward = attention(answers, "cp_a2a")
     assert (call["heads"], call["kv_heads"], call["seq_q"]) == (2, 1, 1024)
     assert sum(name == "c10d::alltoall_base_" for name, _, _ in forward) == 4
 
 
-def test_both_layer_specs_agree_in_fp32() -> None:
-    answer = te_world.run("parity", "float32")
+def test_both_layer_specs_agree_in_fp32(answers: dict) -> None:
+    answer = answers["parity:float32"]
     ours, local = answer["losses"]
     assert abs(ours - local) <= 1e-5 * abs(local)
     assert max(answer["errors"].values()) <= 1e-5
 
 
-def test_both_layer_specs_agree_in_bf16() -> None:
+def test_both_layer_specs_agree_in_bf16(answers: dict) -> None:
     """Fused against unfused attention: a few roundings of 2**-8 apart."""
-    answer = te_world.run("parity", "bfloat16")
+    answer = answers["parity:bfloat16"]
     ours, local = answer["losses"]
     assert abs(ours - local) <= 2e-3 * abs(local)
     assert max(answer["errors"].values()) <= 4e-2

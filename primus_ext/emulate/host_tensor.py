@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
-from torch.utils._pytree import tree_iter
+from torch.utils._pytree import tree_iter, tree_map_only
 
 from primus_ext.observe import recorder
 
@@ -34,9 +34,15 @@ class HostTensor(torch.Tensor):
     ) -> Any:
         """Compute on the host, unless a tensor without storage takes part."""
         if any(isinstance(t, FakeTensor) for t in tree_iter((args, kwargs))):
-            return super().__torch_function__(func, types, args, kwargs or {})
+            args, kwargs = tree_map_only(HostTensor, _plain, (args, kwargs or {}))
+            return func(*args, **kwargs)
         with host_values():
             return super().__torch_function__(func, types, args, kwargs or {})
+
+
+def _plain(value: torch.Tensor) -> torch.Tensor:
+    with torch._C.DisableTorchFunctionSubclass():
+        return value.as_subclass(torch.Tensor)
 
 
 def keep(value: torch.Tensor) -> torch.Tensor:

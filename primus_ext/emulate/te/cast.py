@@ -82,7 +82,7 @@ def _dequantize(
     x: torch.Tensor, scale_inv: torch.Tensor, amax: Any, *, shape: list[int], dtype: torch.dtype,
     **attrs: Any,
 ) -> torch.Tensor:
-    return cast_kernels.decode(x, scale_inv, **attrs).reshape(shape).to(dtype)
+    return cast_kernels.decode(x, scale_inv, **attrs).reshape(shape).to(dtype).contiguous()
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

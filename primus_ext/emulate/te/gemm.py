@@ -100,8 +100,7 @@ def _compute(
         d = torch.nn.functional.gelu(d, approximate="tanh")
     bias_grad = None
     if attrs["bias_grad"]:
-        # with a dgelu epilogue the bias belongs to D, otherwise to B (BGRADB)
-        bias_grad = (d if gelu else b2).sum(0, dtype=torch.float32).to(attrs["out_dtype"])
+        bias_grad = b2.sum(0, dtype=torch.float32).to(attrs["out_dtype"])
     return d, bias_grad, pre_gelu
 
 
@@ -167,11 +166,13 @@ def generic_gemm(
 
     Raises:
         RuntimeError: If the dimensions do not fit.
-        NotImplementedError: For communication overlap (userbuffers) and for an FP8 output that
-            the GEMM itself would write.
+        NotImplementedError: For communication overlap (userbuffers), for an FP8 output that the
+            GEMM itself would write, and for GELU and bias gradient in one epilogue.
     """
     if comm_overlap is not None:
         raise NotImplementedError("overlap of GEMM and communication (userbuffers) isn't emulated")
+    if grad and gelu and bias is not None:
+        raise NotImplementedError("GEMM with gradients of GELU and of a bias is not emulated")
     a, b = operand(A, transA), operand(B, not transB)
     shape = gemm_shape(a, transA, b, transB)
     out_dtype = torch_dtype(output_dtype) if output_dtype is not None else a.dtype

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import inspect
+import traceback
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any
@@ -71,5 +72,9 @@ def project(original: Callable[..., Any], call: inspect.BoundArguments) -> None:
         program = plans.program(active.request)
     except session.ProgramError as error:
         active.fail(session.EXIT_CONFIG, str(error))
+        return
+    except Exception as error:  # not through the user's program, which would handle it
+        traceback.print_exc()
+        active.fail(session.EXIT_INTERNAL, f"the job could not be traced: {error}")
         return
     active.finish(to_plain(plan), to_plain(program), [to_plain(t) for t in traces])
