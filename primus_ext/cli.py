@@ -10,7 +10,7 @@ from pathlib import Path
 
 from primus_ext import __version__
 from primus_ext.conf_dir import hydra_conf_dir
-from primus_ext.runner import Exit, say
+from primus_ext.runner import Exit, UsageError, say, validate_runs
 from primus_ext.runner.outcome import VERDICT_FILE
 
 
@@ -49,7 +49,26 @@ def _parser() -> argparse.ArgumentParser:
     )
     verdict.add_argument("directory", type=Path, help="its output folder (+projection.out)")
     verdict.set_defaults(run=_verdict)
+    check = commands.add_parser(
+        "validate",
+        help="project published, measured runs and compare",
+        description="Project every run of a runs file in simulate mode, without fitting anything, "
+        "and print projected over measured step time.",
+    )
+    check.add_argument("runs", type=Path, help="runs file, e.g. validation/sanity_runs.yaml")
+    check.add_argument("--subset", help="a subset named in the subsets file beside the runs file")
+    check.add_argument("--run", action="append", default=[], metavar="ID", help="only this run")
+    check.add_argument("--json", type=Path, metavar="OUT", help="write the result there")
+    check.set_defaults(run=_validate)
     return parser
+
+
+def _validate(asked: argparse.Namespace) -> int:
+    try:
+        return validate_runs(asked.runs, asked.subset, asked.run, asked.json)
+    except UsageError as error:
+        say(str(error))
+        return Exit.USAGE
 
 
 def _targets(_asked: argparse.Namespace) -> int:

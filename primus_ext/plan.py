@@ -68,6 +68,18 @@ class Precision:
     grads: str = "fp32"
     """dtype of the gradient buffers (and of their reduction)."""
 
+    @property
+    def number_format(self) -> str:
+        """Format of the big matrix products, as accelerators name their rates.
+
+        fp32, bf16, fp16; fp8 (a scale per tensor), fp8_block, mxfp8, nvfp4; the recipe itself
+        where it is another one.
+        """
+        if self.compute not in ("fp8", "fp4"):
+            return self.compute
+        per_tensor = {"delayed": "fp8", "tensorwise": "fp8", "blockwise": "fp8_block"}
+        return per_tensor.get(self.recipe, self.recipe)
+
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Recompute:

@@ -17,12 +17,13 @@ H100 = {
     "warp_size": 32,
 }
 GPT = "primus_ext.frameworks.megatron.gpt_program"
-COMMON = (
-    "--mock-data --tokenizer-type NullTokenizer --train-iters 10 --lr 1e-4 --bf16 "
-    "--transformer-impl transformer_engine --swiglu --disable-bias-linear --normalization RMSNorm "
-    "--untie-embeddings-and-output-weights --position-embedding-type rope "
-    "--attention-dropout 0 --hidden-dropout 0 --use-distributed-optimizer"
-).split()
+COMMON = [
+    "--mock-data", "--tokenizer-type", "NullTokenizer", "--train-iters", "10", "--lr", "1e-4",
+    "--bf16", "--transformer-impl", "transformer_engine", "--swiglu", "--disable-bias-linear",
+    "--normalization", "RMSNorm", "--untie-embeddings-and-output-weights",
+    "--position-embedding-type", "rope", "--attention-dropout", "0", "--hidden-dropout", "0",
+    "--use-distributed-optimizer",
+]  # fmt: skip
 
 
 def emulate(tmp_path: Path, world_size: int, args: str, **request: Any) -> dict[str, Any]:

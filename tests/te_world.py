@@ -345,9 +345,9 @@ def recipes(name: str, kind: str) -> Any:
                 hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t)
                 recorder = Recorder()
                 with recorder.mode:
-                    with te.fp8_autocast(enabled=run_recipe is not None, fp8_recipe=run_recipe):
-                        with hooks:
-                            y = module(x, list(SPLITS)) if kind == "grouped" else module(x)
+                    autocast = te.fp8_autocast(run_recipe is not None, fp8_recipe=run_recipe)
+                    with autocast, hooks:
+                        y = module(x, list(SPLITS)) if kind == "grouped" else module(x)
                     seed = torch.Generator().manual_seed(1)
                     y.backward(torch.randn(y.shape, generator=seed, dtype=torch.float32).bfloat16())
                 saved = sorted(packed.values())

@@ -87,9 +87,12 @@ def test_live_bytes_are_exact_and_peak_is_remembered() -> None:
 def test_fused_function_is_one_kernel_and_its_temporaries_take_no_memory() -> None:
     recorder = Recorder({})
     x = torch.ones(100)
-    with recorder, recorder.collect("forward") as calls:
-        with recorder.fused("gelu_like", [x]) as outputs:
-            outputs.append((x * 2).exp() + 1)
+    with (
+        recorder,
+        recorder.collect("forward") as calls,
+        recorder.fused("gelu_like", [x]) as outputs,
+    ):
+        outputs.append((x * 2).exp() + 1)
     (op,) = [recorder.ops[call.op] for _, _, call in calls]
     assert (op.name, op.bytes) == ("fused.gelu_like", 800)
     assert recorder.memory.peak == 400

@@ -11,7 +11,8 @@ from tests import te_world
 
 
 def gemms(ops: list) -> list[tuple[str, int, int, int]]:
-    return [(o["layout"], o["m"], o["n"], o["k"]) for name, _, o in ops if name == "primus_te::gemm"]
+    found = [attrs for name, _, attrs in ops if name == "primus_te::gemm"]
+    return [(o["layout"], o["m"], o["n"], o["k"]) for o in found]
 
 
 def split(ops: list) -> tuple[list, list]:
@@ -86,7 +87,8 @@ def attention(answers: dict, kind: str) -> tuple[list[dict[str, Any]], list]:
     """Attributes of every attention forward call, and all operators of the forward pass."""
     forward, backward = split(answers[f"attention:{kind}"])
     calls = [attrs for name, _, attrs in forward if name == "primus_te::fused_attn_fwd"]
-    assert len([n for n, _, _ in backward if n.startswith("primus_te::fused_attn_bwd")]) == len(calls)
+    backward_calls = [n for n, _, _ in backward if n.startswith("primus_te::fused_attn_bwd")]
+    assert len(backward_calls) == len(calls)
     return calls, forward
 
 

@@ -12,6 +12,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from primus_ext.emulate.te import module, target
 from primus_ext.emulate.te.ops import NAMESPACE, OPS
+from tests import te_samples_model  # noqa: F401
 from tests.te_samples import NO_REAL_ARITHMETIC, SAMPLES
 
 module.build()
@@ -34,6 +35,13 @@ def spec(value: Any) -> list[Any]:
     ]
 
 
+def on_fake_tensors(name: str, args: Any, kwargs: Any) -> Any:
+    mode = FakeTensorMode()
+    fakes = tree_map(lambda t: mode.from_tensor(t) if isinstance(t, torch.Tensor) else t, args)
+    with mode:
+        return overload(name)(*fakes, **kwargs)
+
+
 def test_every_operator_has_samples() -> None:
     assert set(SAMPLES) == set(OPS)
 
@@ -51,10 +59,7 @@ def test_fake_outputs_equal_real_ones(name: str) -> None:
     for seed in range(8):
         torch.manual_seed(seed)
         args, kwargs = SAMPLES[name](random.Random(seed))
-        mode = FakeTensorMode()
-        fakes = tree_map(lambda t: mode.from_tensor(t) if isinstance(t, torch.Tensor) else t, args)
-        with mode:
-            expected = spec(overload(name)(*fakes, **kwargs))
+        expected = spec(on_fake_tensors(name, args, kwargs))
         if name in NO_REAL_ARITHMETIC:
             with pytest.raises(NotImplementedError):
                 overload(name)(*args, **kwargs)

@@ -11,8 +11,6 @@ _SCALED = {"tensor": "fp8", "block1d": "fp8_block", "block2d": "fp8_block", "mxf
            "nvfp4": "nvfp4"}  # fmt: skip
 _PLAIN = {"fp32": "fp32", "bf16": "bf16", "fp16": "fp16", "tf32": "tf32",
           "fp8_e4m3": "fp8", "fp8_e5m2": "fp8"}  # fmt: skip
-_RECIPES = {"delayed": "fp8", "tensorwise": "fp8", "blockwise": "fp8_block", "mxfp8": "mxfp8",
-            "nvfp4": "nvfp4"}  # fmt: skip
 
 
 def format_of(dtype: str) -> str:
@@ -30,23 +28,6 @@ def format_of(dtype: str) -> str:
         raise CostError(
             f"dtype={dtype} of a matrix product has no price: known are {', '.join(_PLAIN)} and "
             f"an element type with one of the scalings {', '.join(_SCALED)}"
-        )
-    return found
-
-
-def format_of_precision(precision: Precision) -> str:
-    """The rate that the big matrix products of a job run at.
-
-    Raises:
-        CostError: The recipe is not known.
-    """
-    if precision.compute not in ("fp8", "fp4"):
-        return format_of(precision.compute)
-    found = _RECIPES.get(precision.recipe)
-    if found is None:
-        raise CostError(
-            f"recipe={precision.recipe!r} of {precision.compute} has no price: known are "
-            f"{', '.join(_RECIPES)}"
         )
     return found
 
@@ -71,6 +52,5 @@ def require_precision(accelerator: Accelerator, precision: Precision) -> None:
 
     Raises:
         ClusterError: It lacks it.
-        CostError: The precision is not known at all.
     """
-    peak_flops(accelerator, format_of_precision(precision))
+    peak_flops(accelerator, precision.number_format)

@@ -67,7 +67,7 @@ def _left(session: sessions.Session, leaving: SystemExit) -> None:
 
 
 def _install(request: dict[str, Any]) -> None:
-    from primus_ext.emulate import apex_wgrad, registry, te, triton_kernels, tripwire, virtual_cuda
+    from primus_ext.emulate import apex_wgrad, registry, te, tripwire, triton_kernels, virtual_cuda
 
     world, local = int(request["world_size"]), int(request["gpus_per_node"])
     os.environ.update(

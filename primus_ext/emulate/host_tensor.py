@@ -34,8 +34,8 @@ class HostTensor(torch.Tensor):
     ) -> Any:
         """Compute on the host, unless a tensor without storage takes part."""
         if any(isinstance(t, FakeTensor) for t in tree_iter((args, kwargs))):
-            args, kwargs = tree_map_only(HostTensor, _plain, (args, kwargs or {}))
-            return func(*args, **kwargs)
+            args, named = tree_map_only(HostTensor, _plain, (args, dict(kwargs or {})))
+            return func(*args, **named)
         with host_values():
             return super().__torch_function__(func, types, args, kwargs or {})
 

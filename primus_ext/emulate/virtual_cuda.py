@@ -74,6 +74,7 @@ def install(device: DeviceProfile) -> None:
         raise RuntimeError("the virtual device must be installed before megatron is imported")
     os.environ["TORCHDYNAMO_DISABLE"] = "1"
     _device = device
+    logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)  # misses CUDA
     from primus_ext.emulate import shims_torch
 
     registry.apply_all("accelerator")
@@ -105,7 +106,6 @@ def enable_cpu_training() -> bool:
         os.environ.setdefault(key, value)
     if "MASTER_PORT" not in os.environ:
         os.environ["MASTER_PORT"] = str(_free_port())
-    logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)  # misses CUDA
     install(_cpu_profile())
     if not _transformer_engine_usable():
         sys.modules["transformer_engine"] = None  # type: ignore[assignment]

@@ -72,8 +72,8 @@ class HostReads(TorchDispatchMode):
     """Values that the host reads from the virtual device: real ones 1, others 0 or False.
 
     What is gathered from the virtual ranks, as far as the host needs it, equals what this rank
-    sends.  So a gradient norm is 1 (clipping runs, as at the start of training), an optimizer's step
-    counter is past zero, and no flag (NaN found, overflow) is up.
+    sends.  So a gradient norm is 1 (clipping runs, as at the start of training), an optimizer's
+    step counter is past zero, and no flag (NaN found, overflow) is up.
     """
 
     def __torch_dispatch__(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from primus_ext.cluster import Cluster
-from primus_ext.cost.formats import format_of_precision
 from primus_ext.plan import Plan
 from primus_ext.project.ledger import TermName
 
@@ -15,7 +14,7 @@ _TRAFFIC = (TermName.MEMORY, TermName.QUANTIZE, TermName.OPTIMIZER)
 def of(term: TermName, plan: Plan, cluster: Cluster) -> str:
     """Evidence of one term: its kind (``model``), and what it stands on."""
     accelerator = cluster.accelerator
-    number_format = format_of_precision(plan.precision)
+    number_format = plan.precision.number_format
     share = accelerator.gemm_efficiency.get(number_format)
     gemm = f"{share.value:.0%} of the {number_format} peak" if share else "published efficiency"
     memory = f"{accelerator.hbm_efficiency.value:.0%} of the memory bandwidth"

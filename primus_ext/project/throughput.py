@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 
 from primus_ext.cluster import Cluster
-from primus_ext.cost.formats import format_of_precision, peak_flops
+from primus_ext.cost.formats import peak_flops
 from primus_ext.plan import Plan
 from primus_ext.project.ledger import Kind
 from primus_ext.project.result import Throughput
@@ -70,7 +70,7 @@ def throughput(
     """
     tokens = plan.batch.gbs * plan.batch.seq
     rate = model_flops_per_gpu(plan, stages) / step_s
-    peak = peak_flops(cluster.accelerator, format_of_precision(plan.precision))
+    peak = peak_flops(cluster.accelerator, plan.precision.number_format)
     width = half_width(cluster, kinds)
     return Throughput(
         step_s=step_s,

@@ -5,9 +5,19 @@ Nothing here imports torch.  The user's program runs in a child process under
 back is priced and composed in this process.
 """
 
+from pathlib import Path
+
 from primus_ext.runner.guard import Place, arm_tripwire, place
 from primus_ext.runner.job import MODES, Request, run
 from primus_ext.runner.outcome import Exit, Outcome, UsageError, close, say
+
+
+def validate_runs(runs: Path, subset: str | None, ids: list[str], out: Path | None) -> int:
+    """``primus-ext validate``; see :func:`primus_ext.runner.validate.command`."""
+    from primus_ext.runner import validate  # NumPy and the pricing rooms, only where needed
+
+    return validate.command(runs, subset, ids, out)
+
 
 __all__ = [
     "MODES",
@@ -21,4 +31,5 @@ __all__ = [
     "place",
     "run",
     "say",
+    "validate_runs",
 ]

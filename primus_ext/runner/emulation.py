@@ -26,6 +26,7 @@ def question(cluster: Cluster) -> dict[str, Any]:
         "world_size": cluster.world_size,
         "gpus_per_node": cluster.gpus_per_node,
         "frameworks": list(FRAMEWORKS),
+        "formats": list(accelerator.peak_flops),
         "device": {
             "name": accelerator.name,
             "compute_capability": list(accelerator.compute_capability),

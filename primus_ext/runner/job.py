@@ -22,9 +22,6 @@ MODES = ("on", "simulate", "measure", "both", "tune", "check")
 OFFERED = ("on", "simulate")
 FAIL_ON = {"oom": ("oom",), "at_risk": ("at_risk", "oom")}
 """Value of ``+projection.fail_on`` to the verdicts that it gates."""
-FRAMEWORKS = ("primus_ext.frameworks.megatron.entry",)
-"""Modules that hook a framework's training entry point in the child."""
-_WARP_SIZE = {"nvidia": 32, "amd": 64}  # CUDA C++ programming guide; AMD CDNA3 ISA reference
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,6 +126,7 @@ def _cluster(request: Request) -> Cluster:
 
 def _composed(request: Request, mode: str, cluster: Cluster, notes: list[str]) -> Projection:
     from primus_ext.report.progress import ProgressBar
+    from primus_ext.runner import emulation
 
     with ProgressBar() as bar:
         answer = child.run(
@@ -139,30 +137,16 @@ def _composed(request: Request, mode: str, cluster: Cluster, notes: list[str]) -
             bar.update,
         )
         bar.update(1, 1, "composing")
-        return _priced(answer, mode, cluster, notes)
-
-
-def _priced(answer: Mapping[str, Any], mode: str, cluster: Cluster, notes: list[str]) -> Projection:
-    from primus_ext import trace_io
-    from primus_ext.plan import ProgramRef
-    from primus_ext.project import compose
-
-    program = answer["program"]
-    if program is not None:
-        program = ProgramRef(**{**program, "argv": tuple(program["argv"])})
-    return compose.project(
-        trace_io.plan_from_plain(answer["plan"]),
-        trace_io.traces_from_plain(answer["traces"]),
-        cluster,
-        mode=mode,
-        program=program,
-        warnings=[*notes, *answer["warnings"]],
-    )
+        try:
+            return emulation.priced(answer, mode, cluster, notes)
+        except ValueError as error:  # the target can't run this plan
+            raise UsageError(str(error)) from error
 
 
 def _question(request: Request, mode: str, cluster: Cluster) -> dict[str, Any]:
     """What the bootstrap is asked; see :mod:`primus_ext.emulate.bootstrap`."""
-    accelerator = cluster.accelerator
+    from primus_ext.runner import emulation
+
     return {
         "mode": mode,
         "script": request.command.script,
@@ -170,16 +154,7 @@ def _question(request: Request, mode: str, cluster: Cluster) -> dict[str, Any]:
         "args": list(request.command.arguments),
         "cwd": request.cwd,
         "overrides_removed": list(request.removed),
-        "world_size": cluster.world_size,
-        "gpus_per_node": cluster.gpus_per_node,
-        "frameworks": list(FRAMEWORKS),
-        "device": {
-            "name": accelerator.name,
-            "compute_capability": list(accelerator.compute_capability),
-            "total_memory": int(accelerator.hbm_bytes.value),
-            "multi_processor_count": accelerator.multi_processors,
-            "warp_size": _WARP_SIZE[accelerator.vendor],
-        },
+        **emulation.question(cluster),
     }
 
 

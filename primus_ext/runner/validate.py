@@ -147,8 +147,8 @@ def summary(rows: Iterable[Row]) -> dict[str, Any]:
 
 
 def _spearman(a: np.ndarray, b: np.ndarray) -> float:
-    ranks = [np.argsort(np.argsort(values)) for values in (a, b)]
-    return float(np.corrcoef(*ranks)[0, 1])
+    first, second = (np.argsort(np.argsort(values)) for values in (a, b))
+    return float(np.corrcoef(first, second)[0, 1])
 
 
 def to_json(rows: list[Row]) -> str:

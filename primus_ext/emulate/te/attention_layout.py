@@ -15,8 +15,7 @@ def formats(layout: str) -> tuple[str, str]:
 
 
 def group(layout: str) -> str:
-    """How q, k, v lie in memory: ``3hd``, ``h3d``, ``hd_2hd``, ``hd_h2d``, ``hd_hd_hd``, ``paged``.
-    """
+    """How q, k, v lie: ``3hd``, ``h3d``, ``hd_2hd``, ``hd_h2d``, ``hd_hd_hd`` or ``paged``."""
     if layout.startswith("paged_kv"):
         return "paged"
     parts = layout.split("_")

@@ -82,10 +82,16 @@ def block_shape(scaling: str, columnwise: bool) -> tuple[int, int]:
 
 
 def e8m0_exponent(amax: torch.Tensor, element: str) -> torch.Tensor:
-    """Biased exponent of the smallest power of two >= ``amax / max``, as bytes."""
-    ratio = amax.float() / torch.finfo(FP8[element]).max
-    exponent = torch.ceil(torch.log2(ratio.clamp(min=2.0**-127))) + 127
-    return exponent.clamp(0, 254).to(torch.uint8)
+    """Biased exponent of the smallest power of two >= ``amax / max``, as bytes.
+
+    Bit by bit as ``float_to_e8m0`` (``common/util/ptx_arch_spec.cuh``).
+    """
+    ratio = (amax.float() * (1.0 / torch.finfo(FP8[element]).max)).contiguous()
+    bits = ratio.view(torch.int32)
+    exponent, mantissa = (bits >> 23) & 0xFF, bits & 0x7FFFFF
+    tiny = (exponent == 0) & (mantissa <= 0x400000)
+    exponent = exponent + ((mantissa > 0) & (exponent < 0xFE) & ~tiny)
+    return exponent.clamp(max=0xFE).to(torch.uint8)
 
 
 def _store_side(

@@ -6,7 +6,6 @@ import importlib.metadata
 import inspect
 import traceback
 from collections.abc import Callable
-from types import ModuleType
 from typing import Any
 
 from primus_ext.emulate import registry, session
@@ -25,14 +24,15 @@ def install() -> None:
 @registry.patch("megatron.training.training", "pretrain", group="megatron_entry",
                 versions="megatron-core 0.19",
                 reason="the entry point: arguments are validated, nothing has been built yet")
-def _pretrain(module: ModuleType) -> None:
+def _pretrain(module: Any) -> None:
     version = importlib.metadata.version("megatron-core")
     original = module.pretrain
 
     def pretrain(*args: Any, **kwargs: Any) -> None:
         if not version.startswith(SUPPORTED):
-            raise session.ProgramError(
-                f"megatron-core {version} is not supported; supported: {', '.join(SUPPORTED)}"
+            session.current().fail(
+                session.EXIT_CONFIG,
+                f"megatron-core {version} is not supported; supported: {', '.join(SUPPORTED)}",
             )
         project(original, inspect.signature(original).bind(*args, **kwargs))
 
@@ -52,6 +52,8 @@ def project(original: Callable[..., Any], call: inspect.BoundArguments) -> None:
     try:
         arguments = plans.arguments()
         config = plans.transformer_config(call.arguments["cfg_container"])
+        plan = plans.read(arguments, config)
+        plans.require_format(plan, active.request)
         members = [(stage, None) for stage in roles.distinct_stages(arguments, config)]
         if "ranks" in active.request:  # these instead of one of each kind
             members = [
@@ -68,7 +70,6 @@ def project(original: Callable[..., Any], call: inspect.BoundArguments) -> None:
                 )
             )
         active.progress(len(members), len(members), "composing")
-        plan = plans.read(arguments, config)
         program = plans.program(active.request)
     except session.ProgramError as error:
         active.fail(session.EXIT_CONFIG, str(error))

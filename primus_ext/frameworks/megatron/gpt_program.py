@@ -35,10 +35,10 @@ def masked_loss(
 def forward_step(data: Iterator[dict[str, Any]], model: Any) -> tuple[torch.Tensor, Any]:
     """One microbatch through one model chunk."""
     batch = next(data)
-    if get_args().context_parallel_size > 1:
-        batch = get_batch_on_this_cp_rank(
-            batch, is_hybrid_cp=False, cp_group=mpu.get_context_parallel_group()
-        )
+    arguments: Any = get_args()
+    if arguments.context_parallel_size > 1:
+        group: Any = mpu.get_context_parallel_group()
+        batch = get_batch_on_this_cp_rank(batch, is_hybrid_cp=False, cp_group=group)
     output = model(
         batch["tokens"],
         batch["position_ids"],

@@ -45,7 +45,7 @@ def _named_groups() -> list[tuple[str, Any]]:
 
 
 def group_names() -> dict[str, str]:
-    """torch's name of a process group to the short name of the project."""
+    """Torch's name of a process group to the short name of the project."""
     names: dict[str, str] = {}
     for name, group in _named_groups():
         names.setdefault(group.group_name, name)

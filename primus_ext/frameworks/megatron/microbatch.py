@@ -99,7 +99,7 @@ def _position(chunk: Any) -> tuple[bool, bool]:
     """Whether the chunk has the embedding, and whether it has the output."""
     from megatron.core.utils import unwrap_model
 
-    bare = unwrap_model(chunk)
+    bare: Any = unwrap_model(chunk)
     return bool(bare.pre_process), bool(bare.post_process)
 
 

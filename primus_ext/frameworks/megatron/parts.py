@@ -9,7 +9,9 @@ from torch import nn
 from primus_ext.observe.scopes import Part
 from primus_ext.trace import ScopeKind
 
-_LAYERS = {"TransformerLayer", "MoETransformerLayer", "MambaLayer", "HyperConnectionTransformerLayer"}
+_LAYERS = {
+    "TransformerLayer", "MoETransformerLayer", "MambaLayer", "HyperConnectionTransformerLayer",
+}  # fmt: skip
 _OUTPUT = {"final_layernorm", "final_norm", "output_layer"}
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from types import ModuleType
 from typing import Any
 
 from primus_ext.emulate import fused
@@ -15,7 +14,7 @@ _CORE = "megatron-core 0.19"
 
 @patch("megatron.core.jit", "jit_fuser", group="megatron", versions=_CORE,
        reason="a function that torch.compile fuses is one kernel; eager execution shows several")
-def _jit_fuser(module: ModuleType) -> None:
+def _jit_fuser(module: Any) -> None:
     module.jit_fuser = fused.as_one_kernel
 
 
@@ -27,7 +26,7 @@ def _same_state(*_args: Any, **_kwargs: Any) -> Iterator[None]:
 @patch("megatron.core.tensor_parallel.random", "CudaRNGStatesTracker.fork", "_fork_rng",
        "_get_all_rng_states", "_set_all_rng_states", group="megatron", versions=_CORE,
        reason="random states of tensors without storage neither exist nor matter")
-def _random_states(module: ModuleType) -> None:
+def _random_states(module: Any) -> None:
     module.CudaRNGStatesTracker.fork = _same_state
     module._fork_rng = _same_state
     module._get_all_rng_states = lambda: ()
@@ -38,7 +37,7 @@ def _random_states(module: ModuleType) -> None:
        "MixedPrecisionOptimizer._unscale_main_grads_and_check_for_nan",
        group="megatron", versions=_CORE,
        reason="the overflow flag is a float that the host reads; there is never an overflow")
-def _no_overflow(module: ModuleType) -> None:
+def _no_overflow(module: Any) -> None:
     check = module.MixedPrecisionOptimizer._unscale_main_grads_and_check_for_nan
 
     def never(self: Any) -> bool:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from primus_ext import __version__
+from primus_ext.emulate.session import ProgramError
 from primus_ext.frameworks.megatron import roles
 from primus_ext.plan import Batch, Model, Parallelism, Plan, Precision, ProgramRef, Recompute
 
@@ -130,6 +131,24 @@ def _model(args: Any, config: Any) -> Model:
         mtp_layers=config.mtp_num_layers or 0,
         framework_class=type(config).__name__,
     )
+
+
+def require_format(plan: Plan, request: dict[str, Any]) -> None:
+    """Refuse a precision that the target lacks, before anything is built.
+
+    Args:
+        plan: The job.
+        request: The session's; ``formats`` are those the target computes in.
+
+    Raises:
+        ProgramError: the target lacks it.
+    """
+    needed, offered = plan.precision.number_format, request.get("formats")
+    if offered is not None and needed not in offered:
+        raise ProgramError(
+            f"precision={needed} is not available on {request['device']['name']}: it computes in "
+            f"{', '.join(offered)}"
+        )
 
 
 def program(request: dict[str, Any]) -> ProgramRef:

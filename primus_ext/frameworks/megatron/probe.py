@@ -64,7 +64,7 @@ def _doubled(args: Any, field: str) -> Iterator[None]:
 @contextlib.contextmanager
 def thinned(chunk: nn.Module) -> Iterator[None]:
     """The chunk with the first layer and one more of each kind."""
-    decoder = getattr(chunk, "decoder", None)
+    decoder: Any = getattr(chunk, "decoder", None)
     layers = getattr(decoder, "layers", None)
     if not isinstance(layers, nn.ModuleList) or len(layers) < 3:
         yield

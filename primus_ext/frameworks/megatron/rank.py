@@ -160,19 +160,18 @@ def _leave_parameters_alone(chunk: Any) -> None:
 
 
 def _buckets(model: list[Any], recorder: Recorder) -> tuple[Bucket, ...]:
-    """Every gradient bucket of the data-parallel wrapper, in the order in which the backward fills them."""
+    """Every gradient bucket of the data-parallel wrapper, in the order the backward fills them."""
     found = []
     for index, chunk in enumerate(model):
         for buffer in [*chunk.buffers, *chunk.expert_parallel_buffers]:
-            group = recorder.group_names.get(
-                buffer.data_parallel_group.group_name, buffer.data_parallel_group.group_desc
-            )
+            torch_group = buffer.data_parallel_group
+            group = recorder.group_names.get(torch_group.group_name, torch_group.group_desc)
             for bucket in buffer.buckets:
                 grads, params = bucket.grad_data, bucket.param_data
                 found.append(
                     Bucket(
                         parameters=sum(p.numel() for p in bucket.params_list),
-                        group=group,
+                        group=str(group),
                         grad_bytes=grads.numel() * grads.element_size(),
                         param_bytes=0
                         if params is None
