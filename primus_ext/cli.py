@@ -57,7 +57,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     check.add_argument("runs", type=Path, help="runs file, e.g. validation/sanity_runs.yaml")
     check.add_argument("--subset", help="a subset named in the subsets file beside the runs file")
-    check.add_argument("--run", action="append", default=[], metavar="ID", help="only this run")
+    check.add_argument(
+        "--run", dest="ids", action="append", default=[], metavar="ID", help="only this run"
+    )
     check.add_argument("--json", type=Path, metavar="OUT", help="write the result there")
     check.set_defaults(run=_validate)
     return parser
@@ -65,7 +67,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def _validate(asked: argparse.Namespace) -> int:
     try:
-        return validate_runs(asked.runs, asked.subset, asked.run, asked.json)
+        return validate_runs(asked.runs, asked.subset, asked.ids, asked.json)
     except UsageError as error:
         say(str(error))
         return Exit.USAGE

@@ -25,7 +25,7 @@ def main(request_path: str) -> None:
         request_path: JSON with ``script`` or ``module``, ``args``, ``cwd``, ``device`` (name,
             compute_capability, total_memory, multi_processor_count, warp_size), ``world_size``,
             ``gpus_per_node``, ``frameworks`` (modules that hook entry points) and ``result``;
-            optionally ``ranks`` (global ranks to run instead of one of each kind) and ``storage``
+            optionally ``name`` (of the model), ``ranks`` (global ranks to run instead of one of each kind) and ``storage``
             (``real``: tensors with data, for small jobs).
     """
     request = json.loads(Path(request_path).read_text())

@@ -73,7 +73,7 @@ def _take_over(settings: Mapping[str, Any]) -> NoReturn:
     directory = Path(str(out) if out else Path(surroundings["directory"], "projection")).absolute()
     try:
         _check(plain, surroundings)
-        request = _request(plain, given, directory)
+        request = _request(plain, given, directory, str(surroundings.get("model") or ""))
     except UsageError as error:
         context.leave(str(error), directory=directory)
     raise SystemExit(run(request))
@@ -107,7 +107,9 @@ def _check(settings: Mapping[str, Any], surroundings: Mapping[str, Any]) -> None
         )
 
 
-def _request(settings: Mapping[str, Any], given: Mapping[str, Any], directory: Path) -> Request:
+def _request(
+    settings: Mapping[str, Any], given: Mapping[str, Any], directory: Path, model: str
+) -> Request:
     original = command.split(sys.orig_argv)
     ours = typed.read(original.arguments).tokens
     pinned = [
@@ -126,5 +128,6 @@ def _request(settings: Mapping[str, Any], given: Mapping[str, Any], directory: P
         target_cluster=settings.get("target_cluster"),
         fail_on=given.get("fail_on") or settings.get("fail_on"),
         removed=tuple(ours),
+        name=model,
         environment=dict(os.environ),
     )

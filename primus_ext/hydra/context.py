@@ -61,6 +61,7 @@ def of_root(root: DictConfig) -> dict[str, Any]:
         "directory": str(directory),
         "out": node.get("out"),
         "fail_on": node.get("fail_on"),
+        "model": OmegaConf.select(root, "hydra.runtime.choices.model"),
         "chose_target": OmegaConf.select(root, "hydra.runtime.choices.target_cluster"),
     }
 

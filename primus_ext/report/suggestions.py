@@ -84,6 +84,23 @@ def _to_be_faster(projection: Projection) -> list[str]:
              not (parallel.overlap_grad_reduce and parallel.overlap_param_gather))  # fmt: skip
     found.sort(reverse=True)
     sentences = [sentence for _, sentence in found]
-    if free > 2 * ROOM:
-        sentences.append(f"{room[0].upper()}{room[1:]}: a larger mbs={plan.batch.mbs} fits.")
+    if _twice_the_microbatch_fits(projection):
+        larger = 2 * plan.batch.mbs
+        sentences.append(f"{room[0].upper()}{room[1:]}: mbs={larger} fits and makes larger kernels.")
     return sentences
+
+
+def _twice_the_microbatch_fits(projection: Projection) -> bool:
+    """Whether every role has room for its activations and temporaries once more.
+
+    The global batch must still divide, and a pipeline must keep more microbatches than stages.
+    """
+    batch, parallel = projection.plan.batch, projection.plan.parallelism
+    microbatches = batch.num_microbatches
+    if microbatches % 2 or microbatches // 2 < parallel.pp:
+        return False
+    return all(
+        role.reserved_bytes + role.parts.activations + role.parts.temporaries
+        < (1 - ROOM) * projection.memory.capacity_bytes
+        for role in projection.memory.per_role
+    )

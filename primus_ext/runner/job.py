@@ -43,6 +43,8 @@ class Request:
     fail_on: str | None = None
     removed: tuple[str, ...] = ()
     """Our overrides, as they were typed."""
+    name: str = ""
+    """What the user's program calls its model, as far as its configuration tells."""
     environment: Mapping[str, str] = dataclasses.field(default_factory=dict)
     """``os.environ`` of the user's process."""
 
@@ -154,6 +156,7 @@ def _question(request: Request, mode: str, cluster: Cluster) -> dict[str, Any]:
         "args": list(request.command.arguments),
         "cwd": request.cwd,
         "overrides_removed": list(request.removed),
+        "name": request.name,
         **emulation.question(cluster),
     }
 

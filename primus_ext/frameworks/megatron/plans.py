@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from primus_ext import __version__
-from primus_ext.emulate.session import ProgramError
+from primus_ext.emulate.session import ProgramError, current
 from primus_ext.frameworks.megatron import roles
 from primus_ext.plan import Batch, Model, Parallelism, Plan, Precision, ProgramRef, Recompute
 
@@ -117,7 +117,7 @@ def _precision(args: Any) -> Precision:
 
 def _model(args: Any, config: Any) -> Model:
     return Model(
-        name=str(getattr(args, "model_name", "") or ""),
+        name=str(current().request.get("name", "")),
         num_layers=config.num_layers,
         hidden_size=config.hidden_size,
         ffn_hidden_size=config.ffn_hidden_size,
