@@ -25,7 +25,8 @@ def main(request_path: str) -> None:
         request_path: JSON with ``script`` or ``module``, ``args``, ``cwd``, ``device`` (name,
             compute_capability, total_memory, multi_processor_count, warp_size), ``world_size``,
             ``gpus_per_node``, ``frameworks`` (modules that hook entry points) and ``result``;
-            optionally ``name`` (of the model), ``ranks`` (global ranks to run instead of one of each kind) and ``storage``
+            optionally ``name`` (of the model), ``ranks`` (global ranks to run instead of one of each kind) ``whole`` (run Megatron's own loop for
+            ``ranks`` and report its peak) and ``storage``
             (``real``: tensors with data, for small jobs).
     """
     request = json.loads(Path(request_path).read_text())
@@ -60,6 +61,8 @@ def _left(session: sessions.Session, leaving: SystemExit) -> None:
         return
     if isinstance(code, str):
         session.fail(sessions.EXIT_CONFIG, code)
+    if code == sessions.EXIT_CONFIG and leaving.__cause__ is not None:
+        session.fail(sessions.EXIT_CONFIG, str(leaving.__cause__))  # the program's own judgement
     session.fail(
         int(code) if code in (1, 2) else sessions.EXIT_INTERNAL,
         f"the program left with exit code {code} before its training entry point",

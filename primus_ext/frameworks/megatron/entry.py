@@ -46,7 +46,7 @@ def project(original: Callable[..., Any], call: inspect.BoundArguments) -> None:
         original: Megatron's own ``pretrain``.
         call: The user's arguments to it.
     """
-    from primus_ext.frameworks.megatron import plans, rank, roles
+    from primus_ext.frameworks.megatron import plans, rank, roles, whole_rank
 
     active = session.current()
     try:
@@ -59,6 +59,12 @@ def project(original: Callable[..., Any], call: inspect.BoundArguments) -> None:
             members = [
                 ((roles.pp_rank(r, arguments),), r) for r in active.request["ranks"]
             ]
+        if active.request.get("whole"):
+            wholes = [
+                active.in_fork(lambda r=r: whole_rank.peak(original, call, r))
+                for r in active.request["ranks"]
+            ]
+            active.finish(to_plain(plan), None, wholes)
         traces: list[RankTrace] = []
         for number, (pp_ranks, member) in enumerate(members):
             active.progress(number, len(members), f"pipeline stage {pp_ranks[0]}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 from collections.abc import Callable
 from typing import Any
@@ -15,11 +16,16 @@ from primus_ext.trace import Bucket, RankTrace
 
 
 class _Recorded(BaseException):
-    """Leaves Megatron's ``pretrain`` with the trace; not an Exception, so nobody handles it."""
+    """Leaves Megatron's ``pretrain`` with the result; not an Exception, so nobody handles it."""
 
-    def __init__(self, trace: RankTrace) -> None:
+    def __init__(self, result: Any) -> None:
         super().__init__("recorded")
-        self.trace = trace
+        self.result = result
+
+
+Loop = Callable[..., Any]
+"""Runs in place of Megatron's training loop: the recorder and the rank, then the loop's own
+arguments; its result is that of :func:`run`."""
 
 
 def trace(
@@ -28,10 +34,7 @@ def trace(
     pp_ranks: tuple[int, ...],
     rank: int | None = None,
 ) -> RankTrace:
-    """Be a rank of pipeline stage ``pp_ranks[0]``; meant to run in a fork.
-
-    Megatron's own ``pretrain`` builds the model and the optimizer; where it would build data sets
-    nothing is built, where it would train the recording runs.
+    """Be a rank of pipeline stage ``pp_ranks[0]`` and record it; meant to run in a fork.
 
     Args:
         original: Megatron's ``pretrain``.
@@ -39,19 +42,36 @@ def trace(
         pp_ranks: Pipeline ranks that hold the same modules.
         rank: Global rank to be; by default the first of the stage.
     """
+    member = roles.global_rank(pp_ranks[0], plans.arguments()) if rank is None else rank
+    return run(original, call, member, functools.partial(_record, pp_ranks=pp_ranks))
+
+
+def run(
+    original: Callable[..., Any], call: inspect.BoundArguments, rank: int, loop: Loop
+) -> Any:
+    """Be one rank of the job up to its training loop, and run ``loop`` instead.
+
+    Megatron's own ``pretrain`` builds the model and the optimizer; where it would build data sets
+    nothing is built.
+
+    Args:
+        original: Megatron's ``pretrain``.
+        call: The user's arguments to it.
+        rank: Global rank to be.
+        loop: What runs where Megatron would train.
+    """
     import megatron.training.initialize as initialization
     import megatron.training.training as training
 
     args = plans.arguments()
     request = session.current().request
-    rank = roles.global_rank(pp_ranks[0], args) if rank is None else rank
     local_size = int(request["gpus_per_node"])
     args.rank, args.local_rank = rank, rank % local_size
     _forget_outputs(args, call.arguments["cfg_container"])
     virtual_world.join(rank, args.world_size, local_size)
 
     recorder = Recorder({})
-    initialize, setup = training.initialize_megatron, training.setup_model_and_optimizer
+    initialize, setup, train = training.initialize_megatron, training.setup_model_and_optimizer, training.train
     world = contextlib.ExitStack()
 
     def setup_in_world(*a: Any, **k: Any) -> Any:
@@ -61,8 +81,10 @@ def trace(
         world.enter_context(recorder)
         return setup(*a, **k)
 
-    def record(forward_step_func: Any, model: Any, optimizer: Any, *a: Any, **k: Any) -> None:
-        raise _Recorded(_record(recorder, forward_step_func, model, optimizer, rank, pp_ranks))
+    def in_place_of_training(*a: Any, **k: Any) -> None:
+        training.train = train
+        bound = inspect.signature(train).bind(*a, **k)
+        raise _Recorded(loop(recorder, rank, bound))
 
     def no_data(*_: Any, **__: Any) -> tuple[None, None, None]:
         args.do_train, args.do_valid, args.do_test = True, False, False
@@ -73,12 +95,12 @@ def trace(
     training.setup_model_and_optimizer = setup_in_world
     training.set_jit_fusion_options = lambda *a, **k: None  # warms kernels up, changes nothing
     training.build_train_valid_test_data_iterators = no_data
-    training.train = record
+    training.train = in_place_of_training
     try:
         with tripwire.allowed():  # the steps are ours, on tensors without storage
             original(*call.args, **call.kwargs)
     except _Recorded as done:
-        return done.trace
+        return done.result
     raise session.ProgramError("megatron.training.pretrain returned without training anything")
 
 
@@ -96,18 +118,15 @@ def _forget_outputs(args: Any, cfg_container: Any) -> None:
 
 
 def _record(
-    recorder: Recorder,
-    forward_step_func: Callable[..., Any],
-    model: list[Any],
-    optimizer: Any,
-    rank: int,
-    pp_ranks: tuple[int, ...],
+    recorder: Recorder, rank: int, training: inspect.BoundArguments, pp_ranks: tuple[int, ...]
 ) -> RankTrace:
     """The recording itself, in place of Megatron's training loop."""
     from megatron.core.rerun_state_machine import get_rerun_state_machine
     from megatron.core.utils import get_model_config, unwrap_model
 
     args = plans.arguments()
+    forward_step_func = training.arguments["forward_step_func"]
+    model, optimizer = training.arguments["model"], training.arguments["optimizer"]
     config = get_model_config(model[0])
     config.timers = None
     config.grad_scale_func = optimizer.scale_loss

@@ -1,0 +1,55 @@
+"""The oracle of memory: a rank's whole step, run by Megatron's own training loop.
+
+Every microbatch of the schedule runs, with the other ranks virtual.  Composition must give the
+same peak, to the byte; it does so for any number of microbatches in the time of one.
+"""
+
+from __future__ import annotations
+
+import gc
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+from primus_ext.frameworks.megatron import microbatch, plans, rank
+from primus_ext.observe.recorder import Recorder
+
+
+def peak(
+    original: Callable[..., Any], call: inspect.BoundArguments, member: int
+) -> dict[str, int]:
+    """Run two steps of one rank and report the second; meant to run in a fork.
+
+    Args:
+        original: Megatron's ``pretrain``.
+        call: The user's arguments to it.
+        member: Global rank.
+
+    Returns:
+        ``rank``, and in bytes ``peak_bytes`` during the second step and ``live_bytes`` before it.
+    """
+    return rank.run(original, call, member, _two_steps)
+
+
+def _two_steps(
+    recorder: Recorder, member: int, training: inspect.BoundArguments
+) -> dict[str, int]:
+    import megatron.training.training as module
+    from megatron.core.rerun_state_machine import RerunDataIterator
+
+    args = plans.arguments()
+    args.train_iters, args.eval_iters, args.log_interval = 2, 0, 1000
+    chunks = len(training.arguments["model"])
+    streams = [RerunDataIterator(microbatch.batches(args)) for _ in range(chunks)]
+    training.arguments["train_data_iterator"] = streams if chunks > 1 else streams[0]
+    step, live = module.train_step, [0]
+
+    def second_from_here(*a: Any, **k: Any) -> Any:
+        gc.collect()
+        live[0] = recorder.memory.live
+        recorder.memory.reset_peak()
+        return step(*a, **k)
+
+    module.train_step = second_from_here
+    module.train(*training.args, **training.kwargs)
+    return {"rank": member, "peak_bytes": recorder.memory.peak, "live_bytes": live[0]}
