@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Sequence
 
 from primus_ext.project.programs import FORWARD, TRANSFER, Program, Shape, Transfers
+from primus_ext.project.retained import Retained
 from primus_ext.trace import ChunkMemory
 
 
@@ -18,7 +19,7 @@ class Moment:
     temporaries: int
     """Above that, inside the forward or backward that runs."""
     communication: int
-    """Received and not used yet, or computed and not sent yet."""
+    """Received and not used yet, computed and not sent yet, or used and not forgotten yet."""
     microbatches: tuple[int, ...]
     """In flight, by chunk."""
 
@@ -100,6 +101,7 @@ def peak(
         sizes: Bytes that cross each boundary between stages.
     """
     live = _Live(shape, rank, sizes)
+    retained = Retained(shape, rank, sizes)
     counts = [0 for _ in chunks]
     saved = 0
     best = Moment(0, 0, 0, tuple(counts))
@@ -115,8 +117,10 @@ def peak(
             saved += memory.saved_bytes
         top = memory.forward_peak_bytes if forward else memory.backward_peak_bytes
         above = max(0, top - memory.saved_bytes)
-        if saved + above + live.buffers > best.total:
-            best = Moment(saved, above, live.buffers, tuple(counts))
+        held = live.buffers + retained.during(forward, first, second)
+        if saved + above + held > best.total:
+            best = Moment(saved, above, held, tuple(counts))
+        retained.after(forward, first, second)
         if not forward:
             counts[first] -= 1
             saved -= memory.saved_bytes

@@ -9,6 +9,7 @@ from primus_ext.plan import Plan
 from primus_ext.project import inflight
 from primus_ext.project.programs import Shape
 from primus_ext.project.result import Memory, MemoryParts, RoleMemory
+from primus_ext.project.retained import Retained
 from primus_ext.project.schedule import programs
 from primus_ext.trace import RankTrace, ScopeKind
 
@@ -36,7 +37,7 @@ def per_role(
     order = programs(short)
     sizes = boundary_bytes(stages, shape)
     return tuple(
-        _role(plan, trace, cluster, rank,
+        _role(plan, trace, cluster, rank, shape, sizes,
               inflight.peak(short, order[rank], rank, [c.memory for c in trace.chunks], sizes))
         for rank, trace in enumerate(stages)
     )  # fmt: skip
@@ -63,11 +64,13 @@ def outside_bytes(trace: RankTrace, cluster: Cluster) -> int:
 
 
 def _role(
-    plan: Plan, trace: RankTrace, cluster: Cluster, rank: int, moment: inflight.Moment
+    plan: Plan, trace: RankTrace, cluster: Cluster, rank: int, shape: Shape,
+    sizes: Sequence[int], moment: inflight.Moment,
 ) -> RoleMemory:
     static = trace.static
-    if static.step_peak_bytes > moment.total:
-        moment = inflight.Moment(0, static.step_peak_bytes, 0, ())
+    kept = Retained(shape, rank, sizes).at_the_end()
+    if static.step_peak_bytes + kept > moment.total:
+        moment = inflight.Moment(0, static.step_peak_bytes, kept, ())
     parts = MemoryParts(
         parameters=static.parameters,
         gradients=static.gradients,

@@ -1,0 +1,68 @@
+"""Tensors that outlive their use because Megatron's schedule still refers to them.
+
+Megatron-core 0.19, ``pipeline_parallel/schedules.py``: the loops keep the gradients of the last
+backward in local variables until the next one; the output of the last backward, whose graph holds
+the stage's input, until the next forward is through.  A model chunk keeps the last input that it
+was given (``set_input_tensor``), and with it that input's gradient, until it is given another.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+from primus_ext.project.programs import Shape
+
+
+@dataclasses.dataclass(slots=True)
+class Retained:
+    """Follows the program of one rank; sizes in bytes."""
+
+    shape: Shape
+    rank: int
+    sizes: Sequence[int]
+    """Bytes that cross each boundary between stages."""
+    _latest: dict[int, int] = dataclasses.field(default_factory=dict)
+    """Microbatch of the last forward, by chunk."""
+    _finished: set[int] = dataclasses.field(default_factory=set)
+    """Chunks whose last input went through its backward already."""
+    _last_backward: int | None = None
+    """Chunk of the last backward."""
+
+    def _input(self, chunk: int) -> int:
+        stage = chunk * self.shape.pp + self.rank
+        return self.sizes[stage - 1] if stage > 0 else 0
+
+    def _output(self, chunk: int) -> int:
+        stage = chunk * self.shape.pp + self.rank
+        return self.sizes[stage] if stage < self.shape.stages - 1 else 0
+
+    def during(self, forward: bool, chunk: int, microbatch: int) -> int:
+        """Bytes kept while a forward or backward runs, beside what that work itself needs."""
+        if forward:
+            self._latest[chunk] = microbatch
+            self._finished.discard(chunk)
+        kept = self._kept_by_chunks() if self.shape.vpp > 1 else 0
+        last = self._last_backward
+        if last is not None:
+            if last not in self._finished or self.shape.vpp == 1:
+                kept += self._input(last)  # its gradient
+            if forward and self.shape.vpp == 1:
+                kept += self._input(last) + self._output(last)
+        return kept
+
+    def after(self, forward: bool, chunk: int, microbatch: int) -> None:
+        """The work is done."""
+        if forward:
+            return
+        self._last_backward = chunk
+        if self._latest[chunk] == microbatch:
+            self._finished.add(chunk)
+
+    def _kept_by_chunks(self) -> int:
+        """Inputs, and their gradients, that chunks keep after their backward."""
+        return sum(2 * self._input(chunk) for chunk in self._finished)
+
+    def at_the_end(self) -> int:
+        """Bytes kept when the optimizer steps: every chunk's last input and its gradient."""
+        return 2 * sum(self._input(chunk) for chunk in range(self.shape.vpp))
