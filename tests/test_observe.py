@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from primus_ext.observe import origins
-from primus_ext.observe.classify_te import computed_pairs
 from primus_ext.observe.recorder import Recorder
 from primus_ext.observe.scopes import Scopes, segments
+from primus_ext.observe.specs import computed_pairs
 from primus_ext.trace import Family, ScopeKind
 
 
@@ -37,6 +37,19 @@ def test_matrix_product(a: torch.Tensor, b: torch.Tensor, layout: str) -> None:
     assert (op.attr("m"), op.attr("n"), op.attr("k"), op.attr("layout")) == (3, 7, 5, layout)
     assert op.flops == 2 * 3 * 5 * 7
     assert op.bytes == 4 * (3 * 5 + 5 * 7 + 3 * 7)
+
+
+def test_torch_attention_counts_the_causal_half() -> None:
+    q = torch.ones(2, 4, 16, 8, requires_grad=True)
+    ops = recorded(
+        lambda: torch.nn.functional.scaled_dot_product_attention(q, q, q, is_causal=True)
+        .sum()
+        .backward()
+    )
+    forward, backward = [op for op in ops if op.family is Family.ATTENTION]
+    pairs = 16 * 17 // 2
+    assert forward.flops == 2 * 2 * 4 * pairs * (8 + 8)
+    assert backward.flops == forward.flops * 5 // 2
 
 
 def test_views_and_allocations_are_no_work() -> None:

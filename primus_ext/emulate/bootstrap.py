@@ -22,12 +22,13 @@ def main(request_path: str) -> None:
     """Run the program named in the request up to its training entry point.
 
     Args:
-        request_path: JSON with ``script`` or ``module``, ``args``, ``cwd``, ``device`` (name,
-            compute_capability, total_memory, multi_processor_count, warp_size), ``world_size``,
-            ``gpus_per_node``, ``frameworks`` (modules that hook entry points) and ``result``;
-            optionally ``name`` (of the model), ``ranks`` (global ranks to run instead of one of each kind) ``whole`` (run Megatron's own loop for
-            ``ranks`` and report its peak) and ``storage``
-            (``real``: tensors with data, for small jobs).
+        request_path: JSON.  ``script`` or ``module``, ``args`` and ``cwd``: the program.
+            ``device``: name, compute_capability, total_memory, multi_processor_count, warp_size.
+            ``world_size``, ``gpus_per_node`` and ``formats`` (numbers it computes in): the target.
+            ``frameworks``: modules that hook entry points.  ``result``: where the answer goes.
+            Optional: ``name`` of the model; ``ranks``, global ranks to run instead of one of each
+            kind; ``whole``, run Megatron's own loop for them and report its peak; ``storage``,
+            ``real`` for tensors with data (small jobs).
     """
     request = json.loads(Path(request_path).read_text())
     session = sessions.Session(request)

@@ -12,7 +12,7 @@ import torch
 from torch.utils._pytree import tree_iter
 
 from primus_ext.observe import classify_c10d, classify_te
-from primus_ext.observe.specs import gemm_op, moved_bytes, spec
+from primus_ext.observe.specs import attention_op, dtype_name, gemm_op, moved_bytes, spec
 from primus_ext.trace import Family, Op
 
 if TYPE_CHECKING:
@@ -75,9 +75,26 @@ def classify(
         return _traffic(name, read, produced, 2 * moved_bytes(produced) + moved_bytes(indices))
     if name in _SCATTERS:
         return _traffic(name, read, produced, 3 * moved_bytes(read[-1:]) + moved_bytes(read[1:-1]))
-    if name in ("aten._scaled_dot_product_flash_attention_for_cpu", "aten.native_dropout"):
-        return memory_op(name, read, produced)
+    if name.startswith("aten._scaled_dot_product_"):
+        return _torch_attention(name, func, args, kwargs, read, produced)
     return memory_op(name, read, produced)
+
+
+def _torch_attention(
+    name: str, func: Any, args: tuple, kwargs: dict, read: list[torch.Tensor],
+    produced: list[torch.Tensor],
+) -> Op:  # fmt: skip
+    """Torch's own fused attention, ``[batch, heads, seq, dim]``, forward or backward."""
+    by_name = classify_te.arguments(func, args, kwargs)
+    query, key, value = (by_name[n] for n in ("query", "key", "value"))
+    batch, heads, seq_q, dim_qk = query.shape
+    return attention_op(
+        name, read, produced, batch=batch, heads=heads, kv_heads=key.shape[1], seq_q=seq_q,
+        seq_kv=key.shape[2], dim_qk=dim_qk, dim_v=value.shape[3],
+        causal=bool(by_name.get("is_causal", False)), window=(-1, -1),
+        direction="backward" if "backward" in name else "forward",
+        dtype=dtype_name(query.dtype),
+    )  # fmt: skip
 
 
 def _traffic(name: str, read: list[torch.Tensor], made: list[torch.Tensor], size: int) -> Op:

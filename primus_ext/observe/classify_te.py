@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_iter
 
-from primus_ext.observe.specs import dtype_name, moved_bytes, spec
+from primus_ext.observe.specs import attention_op, dtype_name, moved_bytes, spec
 from primus_ext.trace import Family, Op
 
-# Kernels whose weight or index operand is only touched where needed, or that touch no data.
+# Parts of the names of kernels that change the number format.
 _QUANTIZE = ("quantize", "dequantize", "cast", "amax", "scale")
 
 
@@ -120,61 +120,18 @@ def _grouped_gemm(
     )
 
 
-def computed_pairs(seq_q: int, seq_kv: int, causal: bool, window: tuple[int, int]) -> int:
-    """(query, key) pairs that attention really computes in one head of one sequence.
-
-    Args:
-        seq_q: Queries.
-        seq_kv: Keys.
-        causal: Only keys up to the query count (aligned at the bottom right).
-        window: Keys to the left and right of the query that count; -1 is unlimited.
-    """
-    left, right = window
-    right = 0 if causal else right
-    if left < 0 and right < 0:
-        return seq_q * seq_kv
-    shift = seq_kv - seq_q
-    pairs = 0
-    if left < 0 and right == 0 and shift >= 0:
-        return seq_q * shift + seq_q * (seq_q + 1) // 2
-    for query in range(seq_q):
-        low = 0 if left < 0 else max(0, query + shift - left)
-        high = seq_kv - 1 if right < 0 else min(seq_kv - 1, query + shift + right)
-        pairs += max(0, high - low + 1)
-    return pairs
-
-
 def _attention(
     name: str, by_name: dict[str, Any], read: list[torch.Tensor], produced: list[torch.Tensor]
 ) -> Op:
-    direction = "backward" if "bwd" in name else "forward"
-    batch, heads = by_name["batch"], by_name["heads"]
-    seq_q, seq_kv = by_name["seq_q"], by_name["seq_kv"]
-    dim_qk, dim_v = by_name["dim_qk"], by_name["dim_v"]
     window = tuple(by_name["window"])
-    pairs = computed_pairs(seq_q, seq_kv, bool(by_name["causal"]), (window[0], window[1]))
-    # scores (dim_qk) and output (dim_v); backward: scores, dQ, dK over dim_qk, dP, dV over dim_v
-    dims = dim_qk + dim_v if direction == "forward" else 3 * dim_qk + 2 * dim_v
-    written = produced or [by_name[g] for g in ("dq", "dk", "dv") if g in by_name]
-    return Op(
-        name=name,
-        family=Family.ATTENTION,
-        inputs=tuple(spec(t) for t in read),
-        outputs=tuple(spec(t) for t in written),
-        flops=2 * batch * heads * pairs * dims,
-        bytes=moved_bytes(read) + moved_bytes(written),
-        attrs=(
-            ("batch", batch),
-            ("causal", bool(by_name["causal"])),
-            ("dim_qk", dim_qk),
-            ("dim_v", dim_v),
-            ("direction", direction),
-            ("dtype", dtype_name(by_name["q"].dtype)),
-            ("fused", True),
-            ("heads", heads),
-            ("kv_heads", by_name["kv_heads"]),
-            ("seq_kv", seq_kv),
-            ("seq_q", seq_q),
-            ("window", window),
-        ),
+    sizes = ("batch", "heads", "kv_heads", "seq_q", "seq_kv", "dim_qk", "dim_v")
+    return attention_op(
+        name,
+        read,
+        produced or [by_name[g] for g in ("dq", "dk", "dv") if g in by_name],
+        **{size: by_name[size] for size in sizes},
+        causal=bool(by_name["causal"]),
+        window=(window[0], window[1]),
+        direction="backward" if "bwd" in name else "forward",
+        dtype=dtype_name(by_name["q"].dtype),
     )

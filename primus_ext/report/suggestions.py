@@ -86,7 +86,7 @@ def _to_be_faster(projection: Projection) -> list[str]:
     sentences = [sentence for _, sentence in found]
     if _twice_the_microbatch_fits(projection):
         larger = 2 * plan.batch.mbs
-        sentences.append(f"{room[0].upper()}{room[1:]}: mbs={larger} fits and makes larger kernels.")
+        sentences.append(f"{room[0].upper()}{room[1:]}: mbs={larger} fits; kernels get larger.")
     return sentences
 
 

@@ -71,7 +71,8 @@ def run(
     virtual_world.join(rank, args.world_size, local_size)
 
     recorder = Recorder({})
-    initialize, setup, train = training.initialize_megatron, training.setup_model_and_optimizer, training.train
+    initialize, setup = training.initialize_megatron, training.setup_model_and_optimizer
+    train = training.train
     world = contextlib.ExitStack()
 
     def setup_in_world(*a: Any, **k: Any) -> Any:
