@@ -45,6 +45,9 @@ def main(request_path: str) -> None:
         if isinstance(error, TrainingAttempted):
             session.fail(sessions.EXIT_CONFIG, str(error))
         traceback.print_exc()
+        if isinstance(error, (AssertionError, ValueError)) and sessions.raised_by_framework(error):
+            refusal = f"the framework refuses this job: {sessions.first_line(error)}"
+            session.fail(sessions.EXIT_CONFIG, refusal)
         session.fail(
             sessions.EXIT_INTERNAL,
             f"the program stopped before its training entry point: {type(error).__name__}: {error}",

@@ -120,8 +120,8 @@ def _run_and_leave(work: Callable[[], Any], path: Path) -> None:
     except BaseException as error:
         traceback.print_exc()
         answer = ("internal", f"{type(error).__name__}: {error}")
-        if isinstance(error, (AssertionError, ValueError)) and _raised_by_framework(error):
-            answer = ("program", f"the framework refuses this job: {_first_line(error)}")
+        if isinstance(error, (AssertionError, ValueError)) and raised_by_framework(error):
+            answer = ("program", f"the framework refuses this job: {first_line(error)}")
     try:
         path.write_bytes(pickle.dumps(answer))
     except BaseException:
@@ -134,7 +134,7 @@ def _run_and_leave(work: Callable[[], Any], path: Path) -> None:
 _FRAMEWORKS = ("megatron", "transformer_engine")
 
 
-def _raised_by_framework(error: BaseException) -> bool:
+def raised_by_framework(error: BaseException) -> bool:
     """Whether the innermost frame is the framework's: then it is a judgement, not a defect."""
     while error.__cause__ is not None:
         error = error.__cause__
@@ -142,5 +142,5 @@ def _raised_by_framework(error: BaseException) -> bool:
     return bool(frames) and not set(Path(frames[-1].filename).parts).isdisjoint(_FRAMEWORKS)
 
 
-def _first_line(error: BaseException) -> str:
+def first_line(error: BaseException) -> str:
     return (str(error).strip() or type(error).__name__).splitlines()[0]

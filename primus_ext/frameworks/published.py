@@ -13,9 +13,8 @@ from typing import Any
 ACCELERATORS = {
     "A100-80GB-SXM": "a100",
     "H100-80GB-SXM": "h100",
-    "H100": "h100",
-    "H200": "h200",
-    "B200": "b200",
+    "H200-141GB-SXM": "h200",
+    "B200-180GB": "b200",
     "MI300X": "mi300x",
     "MI325X": "mi325x",
     "MI355X": "mi355x",
@@ -59,7 +58,7 @@ def program(run: dict[str, Any]) -> PublishedProgram:
         raise NotProjectable(f"{hardware['num_gpus']} GPUs don't fill nodes of {per_node}")
     argv = [
         *_model(run["model"], run["batch"], notes),
-        *_degrees(run["parallelism"], notes),
+        *_degrees(run["parallelism"], run["flags"], notes),
         *_batch(run["batch"]),
         *_precision(run["precision"], notes),
         *_recompute(run["recompute"], notes),
@@ -104,7 +103,9 @@ def _model(model: dict[str, Any], batch: dict[str, Any], notes: list[str]) -> li
     return argv
 
 
-def _degrees(parallelism: dict[str, Any], notes: list[str]) -> list[str]:
+def _degrees(
+    parallelism: dict[str, Any], flags: dict[str, Any], notes: list[str]
+) -> list[str]:
     tp, pp, vpp = parallelism["tp"], parallelism["pp"], parallelism.get("vpp") or 1
     argv = [
         "--tensor-model-parallel-size", str(tp),
@@ -116,7 +117,9 @@ def _degrees(parallelism: dict[str, Any], notes: list[str]) -> list[str]:
     if parallelism.get("sequence_parallel") and tp > 1:
         argv.append("--sequence-parallel")
     if parallelism.get("distributed_optimizer") or parallelism.get("fsdp"):
-        argv += ["--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather"]
+        argv += ["--use-distributed-optimizer"]
+        if flags.get("overlap_grad_reduce", True):
+            argv += ["--overlap-grad-reduce", "--overlap-param-gather"]
     if parallelism.get("fsdp"):
         notes.append("FSDP projected as a distributed optimizer (parameters not sharded)")
     return argv
@@ -170,4 +173,6 @@ def _options(
         argv += ["--attention-backend", "unfused"]
     else:
         argv += ["--cross-entropy-loss-fusion", "--cross-entropy-fusion-impl", "native"]
+        if flags.get("cross_entropy_fusion") == "TE":
+            notes.append("Megatron's fused cross entropy (0.19 refuses Transformer Engine's)")
     return argv
