@@ -106,7 +106,7 @@ def test_what_does_not_fit_names_the_knob_of_its_largest_part(job: Job, words: l
         (Job(tp=8, dp=2, overlap=False, layers=8), ["overlap_grad_reduce"]),
         (Job(tp=8), ["Tensor-parallel communication takes", "smaller tp"]),
         (Job(tp=8, recompute=True), ["Recompute takes", "recompute less"]),
-        (Job(tp=8, layers=8), ["larger mbs=1 fits"]),
+        (Job(tp=8, layers=8), ["mbs=2 fits"]),
     ],
 )
 def test_what_fits_names_what_costs_most(job: Job, words: list[str]) -> None:

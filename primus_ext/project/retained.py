@@ -28,6 +28,12 @@ class Retained:
     """Chunks whose last input went through its backward already."""
     _last_backward: int | None = None
     """Chunk of the last backward."""
+    _output_kept: int = 0
+    """The output just made: with overlapped exchanges it is freed before the next forward."""
+
+    def __post_init__(self) -> None:
+        # A step begins with what the chunks kept from the step before.
+        self._finished = set(range(self.shape.vpp))
 
     def _input(self, chunk: int) -> int:
         stage = chunk * self.shape.pp + self.rank
@@ -43,6 +49,8 @@ class Retained:
             self._latest[chunk] = microbatch
             self._finished.discard(chunk)
         kept = self._kept_by_chunks() if self.shape.vpp > 1 else 0
+        if self.shape.overlap_p2p and not forward:
+            kept += self._output_kept
         last = self._last_backward
         if last is not None:
             if last not in self._finished or self.shape.vpp == 1:
@@ -53,6 +61,7 @@ class Retained:
 
     def after(self, forward: bool, chunk: int, microbatch: int) -> None:
         """The work is done."""
+        self._output_kept = self._output(chunk) if forward else 0
         if forward:
             return
         self._last_backward = chunk
