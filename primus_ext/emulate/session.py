@@ -143,4 +143,5 @@ def raised_by_framework(error: BaseException) -> bool:
 
 
 def first_line(error: BaseException) -> str:
+    """The first line of an error's message, or its type where it has none."""
     return (str(error).strip() or type(error).__name__).splitlines()[0]
