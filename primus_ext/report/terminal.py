@@ -55,6 +55,8 @@ def _parts(projection: Projection, width: int) -> list[RenderableType]:
     found: list[RenderableType] = [Text(), _headline(projection), _job(projection), Text()]
     found += [_throughput(projection), Text(), *_memory(projection, width), Text()]
     found += [Text("Where the time goes", style="bold"), _time(projection, width)]
+    if width <= _NARROW:
+        found += _list("Evidence", _evidence(projection), "dim")
     found += _list("Warnings", projection.warnings, "yellow")
     found += _list("Try next", suggestions(projection), "")
     found += _list("Not modelled", projection.not_modelled, "dim")
@@ -175,10 +177,18 @@ def _time(projection: Projection, width: int) -> Table:
         cells = [term.term, seconds(term.exposed_seconds), percent(term.exposed_seconds / step)]
         if hides:
             cells.append(seconds(beside) if beside > _SEEN * step else "")
-        # a narrow terminal shows how a term is known, projection.json also what it stands on
+        # a narrow terminal shows here how a term is known, and below what it stands on
         known = term.evidence if width > _NARROW else term.evidence.partition(":")[0]
         table.add_row(*cells, known)
     return table
+
+
+def _evidence(projection: Projection) -> list[str]:
+    """What the terms stand on, terms that share it together."""
+    groups: dict[str, list[str]] = {}
+    for term in projection.breakdown:
+        groups.setdefault(term.evidence, []).append(term.term)
+    return [f"{', '.join(terms)}: {evidence}" for evidence, terms in groups.items()]
 
 
 def _list(title: str, lines: Sequence[str], style: str) -> list[RenderableType]:
