@@ -19,7 +19,7 @@ from primus_ext.project.programs import (
     ScheduleError,
     Shape,
 )
-from primus_ext.project.schedule import Timeline, programs, simulate
+from primus_ext.project.schedule import LONG, Timeline, programs, simulate, simulate_repeating
 
 
 def run(shape: Shape, f: float = 1.0, b: float = 2.0, p2p: float = 0.0) -> Timeline:
@@ -214,3 +214,29 @@ def test_a_schedule_that_waits_for_ever_is_an_error() -> None:
     broken[1] = work(broken[1])
     with pytest.raises(RuntimeError, match="waits for ever"):
         simulate(shape, broken, [[1.0], [1.0]], [[1.0], [1.0]], [0.0])
+
+
+@pytest.mark.parametrize(("pp", "vpp"), [(1, 1), (2, 1), (4, 1), (4, 2), (2, 3)])
+@pytest.mark.parametrize("extra", [0, 1, 5])
+def test_a_long_schedule_ends_where_all_of_it_would(pp: int, vpp: int, extra: int) -> None:
+    group = pp if vpp > 1 else 1
+    shape = Shape(pp=pp, vpp=vpp, microbatches=3 * LONG * pp + extra * group)
+    forward = [[1.0 + 0.1 * r + 0.03 * c for c in range(vpp)] for r in range(pp)]
+    backward = [[2.0 + 0.07 * ((r * 3 + c) % 4) for c in range(vpp)] for r in range(pp)]
+    boundary = [0.05] * (pp * vpp - 1)
+    full = simulate(shape, programs(shape), forward, backward, boundary)
+    short, timeline = simulate_repeating(shape, forward, backward, boundary)
+    assert short.microbatches < shape.microbatches
+    assert timeline.makespan == pytest.approx(full.makespan, rel=1e-9)
+    assert timeline.busy == pytest.approx(full.busy, rel=1e-9)
+    assert timeline.p2p == pytest.approx(full.p2p, rel=1e-6, abs=1e-9)
+    for rank in range(pp):
+        assert timeline.backward_ends[rank][-1] == pytest.approx(full.backward_ends[rank][-1])
+
+
+def test_a_billion_microbatches_take_no_longer() -> None:
+    shape = Shape(pp=8, microbatches=10**9)
+    _, timeline = simulate_repeating(
+        shape, [[1.0]] * 8, [[2.0]] * 8, [0.0] * 7
+    )
+    assert timeline.makespan == pytest.approx((10**9 + 7) * 3.0, rel=1e-9)

@@ -14,7 +14,7 @@ from primus_ext.project import caveats, data_parallel, evidence, memory, stage
 from primus_ext.project.ledger import Kind, Ledger, TermName
 from primus_ext.project.programs import Shape
 from primus_ext.project.result import Projection, Term
-from primus_ext.project.schedule import Timeline, programs, simulate
+from primus_ext.project.schedule import Timeline, simulate_repeating
 from primus_ext.project.throughput import throughput
 from primus_ext.trace import Collective, CollectiveKind, RankTrace, to_plain
 
@@ -161,8 +161,9 @@ class _Step:
             for r in ranks
         ]
         self._boundary = self._boundary_seconds()
-        self.timeline: Timeline = simulate(
-            shape, programs(shape), self._forward, self._backward, self._boundary, self._first
+        self.timeline: Timeline
+        self._simulated, self.timeline = simulate_repeating(
+            shape, self._forward, self._backward, self._boundary, self._first
         )
         self.binding = max(ranks, key=lambda r: self.timeline.busy[r])
 
@@ -187,7 +188,7 @@ class _Step:
 
     def _reduced(self, rank: int) -> float:
         return data_parallel.reduced_at(
-            self._plan, self._shape, self.timeline, rank, self._buckets[rank],
+            self._plan, self._simulated, self.timeline, rank, self._buckets[rank],
             self._backward[rank],
         )  # fmt: skip
 

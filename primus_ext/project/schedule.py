@@ -74,6 +74,67 @@ def simulate(
     return run.all()
 
 
+LONG = 32
+"""Microbatches for each pipeline stage after which a schedule is taken to repeat itself."""
+
+
+def simulate_repeating(
+    shape: Shape,
+    forward: Sequence[Sequence[float]],
+    backward: Sequence[Sequence[float]],
+    boundary: Sequence[float],
+    first_forward: Sequence[Sequence[float]] | None = None,
+) -> tuple[Shape, Timeline]:
+    """As :func:`simulate`, for any number of microbatches in bounded time.
+
+    Once the warm-up is over a schedule repeats with every group of microbatches.  Three shorter
+    schedules, one span of groups apart, are simulated; if the two spans take the same time, what is
+    left out takes as long for each of its groups, and the end is moved by that.  Otherwise all
+    microbatches are simulated.
+
+    Args:
+        shape: The schedule.
+        forward: Seconds of a forward, by rank and chunk.
+        backward: Seconds of a backward, by rank and chunk.
+        boundary: Seconds of a transfer across each boundary between stages.
+        first_forward: Extra seconds of the first microbatch's forward.
+
+    Returns:
+        The schedule that was simulated, and its timeline with the end where that of ``shape`` is.
+    """
+    durations = (forward, backward, boundary, first_forward)
+    group = shape.group_size if shape.vpp > 1 else 1
+    span = -(-LONG * shape.pp // 4 // group) * group
+    left_out = (shape.microbatches - LONG * shape.pp - 2 * span) // group
+    if left_out <= 0:
+        return shape, simulate(shape, programs(shape), *durations)
+    most = shape.microbatches - left_out * group
+    shapes = [dataclasses.replace(shape, microbatches=most - i * span) for i in (2, 1, 0)]
+    runs = [simulate(s, programs(s), *durations) for s in shapes]
+    before, after = (b.makespan - a.makespan for a, b in zip(runs, runs[1:], strict=False))
+    if abs(after - before) > 1e-9 * after:
+        return shape, simulate(shape, programs(shape), *durations)
+    repeats = left_out * group / span
+    return shapes[2], _later(runs[1], runs[2], repeats)
+
+
+def _later(earlier: Timeline, timeline: Timeline, repeats: float) -> Timeline:
+    """``timeline`` with its end moved ``repeats`` times by what separates it from ``earlier``."""
+
+    def moved(name: str) -> list[float]:
+        pairs = zip(getattr(earlier, name), getattr(timeline, name), strict=True)
+        return [b + repeats * (b - a) for a, b in pairs]
+
+    shift = repeats * (timeline.makespan - earlier.makespan)
+    return Timeline(
+        makespan=timeline.makespan + shift,
+        finish=moved("finish"),
+        busy=moved("busy"),
+        p2p=moved("p2p"),
+        backward_ends=[[end + shift for end in ends] for ends in timeline.backward_ends],
+    )
+
+
 class _Run:
     """State of one simulation."""
 
