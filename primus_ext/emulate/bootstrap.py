@@ -45,7 +45,7 @@ def main(request_path: str) -> None:
         if isinstance(error, TrainingAttempted):
             session.fail(sessions.EXIT_CONFIG, str(error))
         traceback.print_exc()
-        if isinstance(error, (AssertionError, ValueError)) and sessions.raised_by_framework(error):
+        if isinstance(error, sessions.JUDGEMENTS) and sessions.raised_by_framework(error):
             refusal = f"the framework refuses this job: {sessions.first_line(error)}"
             session.fail(sessions.EXIT_CONFIG, refusal)
         session.fail(

@@ -120,7 +120,7 @@ def _run_and_leave(work: Callable[[], Any], path: Path) -> None:
     except BaseException as error:
         traceback.print_exc()
         answer = ("internal", f"{type(error).__name__}: {error}")
-        if isinstance(error, (AssertionError, ValueError)) and raised_by_framework(error):
+        if isinstance(error, JUDGEMENTS) and raised_by_framework(error):
             answer = ("program", f"the framework refuses this job: {first_line(error)}")
     try:
         path.write_bytes(pickle.dumps(answer))
@@ -130,6 +130,9 @@ def _run_and_leave(work: Callable[[], Any], path: Path) -> None:
     sys.stderr.flush()
     os._exit(0)
 
+
+JUDGEMENTS = (AssertionError, ValueError, ImportError)
+"""What frameworks raise where they refuse a configuration or lack a package for it."""
 
 _FRAMEWORKS = ("megatron", "transformer_engine")
 

@@ -51,6 +51,7 @@ def project(original: Callable[..., Any], call: inspect.BoundArguments) -> None:
     active = session.current()
     try:
         arguments = plans.arguments()
+        plans.refuse_unsupported(arguments)
         config = plans.transformer_config(call.arguments["cfg_container"])
         plan = plans.read(arguments, config)
         plans.require_format(plan, active.request)

@@ -133,6 +133,27 @@ def _model(args: Any, config: Any) -> Model:
     )
 
 
+_UNSUPPORTED = {
+    "use_torch_fsdp2": "torch FSDP2",
+    "use_megatron_fsdp": "Megatron-FSDP",
+    "optimizer_cpu_offload": "the optimizer's offload to the host",
+}
+
+
+def refuse_unsupported(args: Any) -> None:
+    """Refuse by name what would be composed wrongly.
+
+    Raises:
+        ProgramError: an option that this version does not project is on.
+    """
+    for name, words in _UNSUPPORTED.items():
+        if getattr(args, name, False):
+            raise ProgramError(
+                f"{name}=True can't be projected by this version, which has no model of {words}; "
+                f"legal: {name}=False"
+            )
+
+
 def require_format(plan: Plan, request: dict[str, Any]) -> None:
     """Refuse a precision that the target lacks, before anything is built.
 

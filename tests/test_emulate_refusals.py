@@ -1,0 +1,38 @@
+"""What can't be projected is refused by name, before anything is traced."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.emulation import emulate
+
+MODEL = (
+    "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 32 "
+    "--max-position-embeddings 32 --micro-batch-size 1 --global-batch-size 8 --vocab-size 127 "
+)
+
+
+@pytest.mark.parametrize(
+    ("args", "request_keys", "words"),
+    [
+        ("--optimizer-cpu-offload --use-precision-aware-optimizer", {},
+         "optimizer_cpu_offload=True can't be projected"),
+        ("--fp8-format hybrid", {"formats": ["bf16"]}, "precision=fp8 is not available on h100"),
+        (
+            "--num-experts 4 --moe-router-topk 2 --moe-token-dispatcher-type flex "
+            "--moe-flex-dispatcher-backend deepep",
+            {},
+            "flex",
+        ),
+        ("--pipeline-model-parallel-size 3", {}, "world size"),
+    ],
+)
+def test_refused_with_exit_code_2(
+    tmp_path: Path, args: str, request_keys: dict, words: str
+) -> None:
+    answer = emulate(tmp_path, 8, MODEL + args, **request_keys)
+    assert (answer["status"], answer["exit_code"]) == ("error", 2), answer
+    assert words in answer["message"]
+    assert "\n" not in answer["message"]
