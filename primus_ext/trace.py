@@ -136,6 +136,26 @@ class ChunkMemory:
     """Highest point inside the forward, above its start."""
     backward_peak_bytes: int
     """Highest point inside the backward, above the state before this microbatch's forward."""
+    logged_bytes: int = 0
+    """What the microbatch leaves until the end of the step, not in ``saved_bytes``: its losses."""
+    counted_bytes: int = 0
+    """Part of ``saved_bytes`` that the schedule holds until its next forward is through: the
+    number of tokens and, on the last stage of a pipeline, the loss.  0 if interleaved."""
+    leftover_bytes: int = 0
+    """What modules keep of a microbatch after its backward, until the chunk's next forward: e.g.
+    the token dispatcher's tables."""
+    forward_peak_after_bytes: int | None = None
+    """As ``forward_peak_bytes`` where such leftovers of a microbatch before exist, counted in; they
+    go while the forward passes.  None: the same."""
+    inflight_saved_bytes: int | None = None
+    """``saved_bytes`` once another microbatch's forward has passed: modules keep the latest one's
+    tables only.  None: the same."""
+    inflight_forward_peak_bytes: int | None = None
+    """Highest point inside a forward while an earlier microbatch is in flight, above what that one
+    holds afterwards.  None: ``forward_peak_bytes``."""
+    inflight_backward_peak_bytes: int | None = None
+    """Highest point inside a backward while a later microbatch is in flight, above the state
+    without this microbatch.  None: ``backward_peak_bytes``."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

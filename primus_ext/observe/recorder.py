@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -27,12 +27,19 @@ def current() -> Recorder | None:
 
 
 class LiveBytes:
-    """Bytes of live tensor storages, exact, with the highest point since :meth:`reset_peak`."""
+    """Bytes of live tensor storages, exact, with the highest point since :meth:`reset_peak`.
+
+    Beside all storages those that were made since :meth:`mark` are counted on their own.
+    """
 
     def __init__(self) -> None:
         self.live = 0
         self.peak = 0
-        self._storages: dict[int, tuple[weakref.ref, int]] = {}
+        self.fresh = 0
+        """Of ``live``, what was made since :meth:`mark`."""
+        self.fresh_peak = 0
+        self._epoch = 0
+        self._storages: dict[int, tuple[weakref.ref, int, int]] = {}
 
     def track(self, tensor: torch.Tensor) -> None:
         """Count the storage of ``tensor`` from now until it is freed."""
@@ -42,17 +49,43 @@ class LiveBytes:
             return
         size = storage.nbytes()
 
-        def freed(_: Any, key: int = key, size: int = size) -> None:
-            self._storages.pop(key, None)
-            self.live -= size
+        def freed(ref: Any, key: int = key) -> None:
+            entry = self._storages.get(key)
+            if entry is not None and entry[0] is ref:  # not untracked, its address used again
+                self._forget(key)
 
-        self._storages[key] = (weakref.ref(storage, freed), size)
+        self._storages[key] = (weakref.ref(storage, freed), size, self._epoch)
         self.live += size
+        self.fresh += size
         self.peak = max(self.peak, self.live)
+        self.fresh_peak = max(self.fresh_peak, self.fresh)
+
+    def _forget(self, key: int) -> None:
+        _, size, epoch = self._storages.pop(key, (None, 0, -1))
+        self.live -= size
+        if epoch == self._epoch:
+            self.fresh -= size
+
+    def mark(self) -> None:
+        """From now on storages are fresh; those that live already no longer are."""
+        self._epoch += 1
+        self.fresh = 0
+        self.reset_peak()
+
+    def untrack(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Count the storages of ``tensors`` no longer, though they may live on."""
+        for tensor in tensors:
+            self._forget(tensor.untyped_storage()._cdata)
+
+    def size_of(self, tensors: Iterable[torch.Tensor]) -> int:
+        """Bytes of the distinct storages of ``tensors`` that are counted as live."""
+        keys = {tensor.untyped_storage()._cdata for tensor in tensors}
+        return sum(self._storages[key][1] for key in keys if key in self._storages)
 
     def reset_peak(self) -> None:
-        """Start a new peak at what is live now."""
+        """Start new peaks at what is live now."""
         self.peak = self.live
+        self.fresh_peak = self.fresh
 
 
 class Recorder(TorchDispatchMode):

@@ -128,7 +128,7 @@ def stage_traces(
                 f"plan has vpp={parallelism.vpp}"
             )
         for chunk in trace.chunks:
-            if min(dataclasses.astuple(chunk.memory)) < 0:
+            if min(size or 0 for size in dataclasses.astuple(chunk.memory)) < 0:
                 raise PlanError(
                     f"the trace of pipeline rank {rank} has negative memory: {chunk.memory}"
                 )

@@ -87,6 +87,7 @@ def peak(
     rank: int,
     chunks: Sequence[ChunkMemory],
     sizes: Sequence[int],
+    skipped: int = 0,
 ) -> Moment:
     """The highest moment of one pipeline rank.
 
@@ -99,11 +100,11 @@ def peak(
         rank: Pipeline rank.
         chunks: Memory of one microbatch, by chunk.
         sizes: Bytes that cross each boundary between stages.
+        skipped: Microbatches that :func:`steady` left out of ``shape``.
     """
     live = _Live(shape, rank, sizes)
-    retained = Retained(shape, rank, sizes)
+    retained = Retained(shape, rank, sizes, chunks, skipped)
     counts = [0 for _ in chunks]
-    saved = 0
     best = Moment(0, 0, 0, tuple(counts))
     for kind, first, second in program:
         if kind == TRANSFER:
@@ -112,17 +113,41 @@ def peak(
         forward, memory = kind == FORWARD, chunks[first]
         taken, made = live.work(forward, first, second)
         live.buffers -= taken
-        if forward:
-            counts[first] += 1
-            saved += memory.saved_bytes
-        top = memory.forward_peak_bytes if forward else memory.backward_peak_bytes
-        above = max(0, top - memory.saved_bytes)
+        counts[first] += forward
+        several = counts[first] > 1
         held = live.buffers + retained.during(forward, first, second)
+        saved = sum(_saved(chunks[i], count) for i, count in enumerate(counts))
+        top = _top(memory, forward, several, retained.after_another)
+        # what this microbatch has in the sum: a new one comes last, the oldest goes first
+        others = _saved(memory, counts[first] - 1)
+        own = memory.saved_bytes if forward else _saved(memory, counts[first]) - others
+        above = max(0, top - own)
         if saved + above + held > best.total:
             best = Moment(saved, above, held, tuple(counts))
         retained.after(forward, first, second)
-        if not forward:
-            counts[first] -= 1
-            saved -= memory.saved_bytes
+        counts[first] -= not forward
         live.buffers += made
     return best
+
+
+def _saved(memory: ChunkMemory, count: int) -> int:
+    """Bytes of ``count`` microbatches in flight in one chunk."""
+    older = memory.saved_bytes
+    if memory.inflight_saved_bytes is not None:
+        older = memory.inflight_saved_bytes
+    return memory.saved_bytes + (count - 1) * older if count else 0
+
+
+def _top(memory: ChunkMemory, forward: bool, several: bool, after_another: bool) -> int:
+    """Highest point of the work on one microbatch above the others in its chunk."""
+    found = None
+    if forward:
+        usual = memory.forward_peak_bytes
+        if several:
+            found = memory.inflight_forward_peak_bytes
+        elif after_another:
+            found = memory.forward_peak_after_bytes
+    else:
+        usual = memory.backward_peak_bytes
+        found = memory.inflight_backward_peak_bytes if several else None
+    return usual if found is None else found

@@ -38,7 +38,8 @@ def per_role(
     sizes = boundary_bytes(stages, shape)
     return tuple(
         _role(plan, trace, cluster, rank, shape, sizes,
-              inflight.peak(short, order[rank], rank, [c.memory for c in trace.chunks], sizes))
+              inflight.peak(short, order[rank], rank, [c.memory for c in trace.chunks], sizes,
+                            shape.microbatches - short.microbatches))
         for rank, trace in enumerate(stages)
     )  # fmt: skip
 
@@ -68,7 +69,8 @@ def _role(
     sizes: Sequence[int], moment: inflight.Moment,
 ) -> RoleMemory:
     static = trace.static
-    kept = Retained(shape, rank, sizes).at_the_end()
+    chunks = [chunk.memory for chunk in trace.chunks]
+    kept = Retained(shape, rank, sizes, chunks).at_the_end()
     if static.step_peak_bytes + kept > moment.total:
         moment = inflight.Moment(0, static.step_peak_bytes, kept, ())
     parts = MemoryParts(

@@ -12,6 +12,10 @@ import dataclasses
 from collections.abc import Sequence
 
 from primus_ext.project.programs import Shape
+from primus_ext.trace import ChunkMemory
+
+COUNTER = 4
+"""Bytes of the int32 in which the schedule adds up tokens (``total_num_tokens``)."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -22,6 +26,14 @@ class Retained:
     rank: int
     sizes: Sequence[int]
     """Bytes that cross each boundary between stages."""
+    chunks: Sequence[ChunkMemory]
+    """Memory of one microbatch, by chunk."""
+    skipped: int = 0
+    """Microbatches in the steady part of the schedule that are not walked through."""
+    after_another: bool = False
+    """Whether the forward that runs finds leftovers of a finished microbatch in its chunk."""
+    _logged: int = 0
+    """Losses of the forwards so far."""
     _latest: dict[int, int] = dataclasses.field(default_factory=dict)
     """Microbatch of the last forward, by chunk."""
     _finished: set[int] = dataclasses.field(default_factory=set)
@@ -46,9 +58,9 @@ class Retained:
     def during(self, forward: bool, chunk: int, microbatch: int) -> int:
         """Bytes kept while a forward or backward runs, beside what that work itself needs."""
         if forward:
-            self._latest[chunk] = microbatch
-            self._finished.discard(chunk)
-        kept = self._kept_by_chunks() if self.shape.vpp > 1 else 0
+            self._begin(chunk, microbatch)
+        kept = COUNTER + self._logged + self._leftovers()
+        kept += self._kept_by_chunks() if self.shape.vpp > 1 else 0
         if self.shape.overlap_p2p and not forward:
             kept += self._output_kept
         last = self._last_backward
@@ -56,22 +68,42 @@ class Retained:
             if last not in self._finished or self.shape.vpp == 1:
                 kept += self._input(last)  # its gradient
             if forward and self.shape.vpp == 1:
-                kept += self._input(last) + self._output(last)
+                kept += self._input(last) + self._output(last) + self.chunks[last].counted_bytes
         return kept
+
+    def _begin(self, chunk: int, microbatch: int) -> None:
+        self.after_another = chunk in self._finished
+        self._latest[chunk] = microbatch
+        self._finished.discard(chunk)
+        if microbatch == repeats_from(self.shape):
+            self._logged += self.skipped * self.chunks[chunk].logged_bytes
 
     def after(self, forward: bool, chunk: int, microbatch: int) -> None:
         """The work is done."""
         self._output_kept = self._output(chunk) if forward else 0
         if forward:
+            self._logged += self.chunks[chunk].logged_bytes
             return
         self._last_backward = chunk
         if self._latest[chunk] == microbatch:
             self._finished.add(chunk)
+
+    def _leftovers(self) -> int:
+        return sum(self.chunks[chunk].leftover_bytes for chunk in self._finished)
 
     def _kept_by_chunks(self) -> int:
         """Inputs, and their gradients, that chunks keep after their backward."""
         return sum(2 * self._input(chunk) for chunk in self._finished)
 
     def at_the_end(self) -> int:
-        """Bytes kept when the optimizer steps: every chunk's last input and its gradient."""
-        return 2 * sum(self._input(chunk) for chunk in range(self.shape.vpp))
+        """Bytes kept when the optimizer steps: losses, every chunk's last input, its gradient."""
+        losses = sum(memory.logged_bytes for memory in self.chunks)
+        leftovers = sum(memory.leftover_bytes for memory in self.chunks)
+        microbatches = self.shape.microbatches + self.skipped
+        inputs = 2 * sum(self._input(chunk) for chunk in range(self.shape.vpp))
+        return inputs + leftovers + microbatches * losses
+
+
+def repeats_from(shape: Shape) -> int:
+    """Microbatch from which on the schedule is in its steady part for certain."""
+    return 2 * shape.group_size if shape.vpp > 1 else shape.pp

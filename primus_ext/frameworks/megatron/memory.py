@@ -68,14 +68,20 @@ class StaticSizes:
     optimizer: int
     live: int
 
-    def with_step(self, step_peak: int, recorder: Recorder) -> StaticMemory:
-        """Add what the microbatches and the step left behind, and the step's peak."""
+    def with_step(self, step_peak: int, recorder: Recorder, leftovers: int) -> StaticMemory:
+        """Add what the microbatches and the step left behind, and the step's peak.
+
+        Args:
+            step_peak: Highest live bytes of the step above the state before.
+            recorder: It has seen every allocation.
+            leftovers: Bytes that modules keep of the last microbatch; they are not static.
+        """
         static = self.parameters + self.gradients + self.optimizer
         return StaticMemory(
             parameters=self.parameters,
             gradients=self.gradients,
             optimizer=self.optimizer,
-            workspaces=recorder.memory.live - static,
+            workspaces=recorder.memory.live - static - leftovers,
             step_peak_bytes=step_peak,
         )
 

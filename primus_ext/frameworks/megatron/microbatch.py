@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
+import inspect
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_iter
 
 from primus_ext.frameworks.megatron import plans
-from primus_ext.observe.recorder import Recorder
+from primus_ext.observe.recorder import LiveBytes, Recorder
 from primus_ext.observe.scopes import OUTPUT, Scopes, segments
 from primus_ext.trace import Call, ChunkMemory, ChunkTrace, ScopeKind
 
@@ -28,71 +31,164 @@ def batches(args: Any) -> Iterator[dict[str, torch.Tensor]]:
         }
 
 
-def record(
-    recorder: Recorder,
-    forward_step_func: Callable[..., Any],
-    model: list[Any],
-    index: int,
-    scopes: Scopes,
-    config: Any,
-    first: bool = False,
-) -> ChunkTrace:
-    """Forward and backward of one microbatch through chunk ``index``, as Megatron's schedule does.
+class Microbatch:
+    """One microbatch of one model chunk, run as Megatron's schedule runs it."""
 
-    Args:
-        recorder: Active recorder.
-        forward_step_func: The user's forward step.
-        model: All wrapped chunks of the rank.
-        index: Which of them.
-        scopes: Hooks of that chunk.
-        config: Its model config.
-        first: Whether it is the first microbatch of the step (quantized weights are made then,
-            and the main gradient is written instead of accumulated).
-    """
-    from megatron.core.pipeline_parallel import schedules
-    from megatron.core.utils import get_attr_wrapped_model
+    def __init__(
+        self, recorder: Recorder, forward_step_func: Callable[..., Any], model: list[Any],
+        index: int, scopes: Scopes, config: Any, losses: list[Any],
+    ) -> None:  # fmt: skip
+        """Prepare a microbatch.
 
-    chunk, memory = model[index], recorder.memory
-    has_embedding, has_output = _position(chunk)
-    for module in chunk.modules():
-        if hasattr(module, "is_first_microbatch"):  # Transformer Engine's layers keep it
-            module.is_first_microbatch = first
-    gc.collect()
-    before = memory.live
-    with chunk.no_sync():
-        memory.reset_peak()
-        with recorder.collect("forward") as forward:
-            received = None if has_embedding else _boundary(config, requires_grad=True)
-            output, _ = schedules.forward_step(
-                forward_step_func, batches(plans.arguments()), chunk, 1, [received], [], config,
-                config.context_parallel_size, is_first_microbatch=first, current_microbatch=0,
-                vp_stage=index if len(model) > 1 else None, is_last_stage=has_output,
+        Args:
+            recorder: Active recorder.
+            forward_step_func: The user's forward step.
+            model: All wrapped chunks of the rank.
+            index: Which of them.
+            scopes: Hooks of that chunk.
+            config: Its model config.
+            losses: Gets what the forward step reports of its losses; kept until the step ends.
+        """
+        self._recorder, self._step = recorder, forward_step_func
+        self._chunk, self._index, self._interleaved = model[index], index, len(model) > 1
+        self._scopes, self._config, self._losses = scopes, config, losses
+        self.has_embedding, self.has_output = _position(self._chunk)
+        self._received: Any = None
+        self._gradient: Any = None
+        self._output: Any = None
+        self._tokens: Any = None
+        self.boundary = 0
+        """Bytes of the activation sent to the next stage (0 on the last)."""
+
+    def forward(self, first: bool = False) -> Recorded:
+        """Run the forward; its output is handed on and freed.
+
+        Args:
+            first: Whether it is the first microbatch of the step (quantized weights are made
+                then, and the main gradient is written instead of accumulated).
+        """
+        from megatron.core.pipeline_parallel import schedules
+
+        for module in self._chunk.modules():
+            if hasattr(module, "is_first_microbatch"):  # Transformer Engine's layers keep it
+                module.is_first_microbatch = first
+        config, peak = self._config, self._recorder.memory
+        with self._chunk.no_sync(), self._recorder.collect("forward") as calls:
+            self._received = None if self.has_embedding else _boundary(config, requires_grad=True)
+            self._output, self._tokens = schedules.forward_step(
+                self._step, batches(plans.arguments()), self._chunk, 1, [self._received],
+                self._losses, config, config.context_parallel_size, is_first_microbatch=first,
+                current_microbatch=0, vp_stage=self._index if self._interleaved else None,
+                is_last_stage=self.has_output,
             )  # fmt: skip
-        boundary = 0 if has_output else output[0].numel() * output[0].element_size()
-        forward_peak = memory.peak - before
-        if not has_output:
-            schedules.deallocate_output_tensor(output[0], config.deallocate_pipeline_outputs)
-        saved = memory.live - before
-        memory.reset_peak()
-        with recorder.collect("backward") as backward:
+        self.forward_peaks = peak.fresh_peak, peak.peak
+        if not self.has_output:
+            output = self._output[0]
+            self.boundary = output.numel() * output.element_size()
+            schedules.deallocate_output_tensor(output, config.deallocate_pipeline_outputs)
+        if self._interleaved:  # this schedule forgets the number of tokens at once
+            self._tokens = None
+        return calls
+
+    def counted(self) -> int:
+        """Bytes that the schedule's loop holds until its next forward: see ``ChunkMemory``."""
+        # without a pipeline Megatron deletes the loss after the backward, else it is rebound
+        rebound = self._output if self.has_output and not self.has_embedding else None
+        rebound = None if self._interleaved else rebound
+        return self._recorder.memory.size_of(_tensors((self._tokens, rebound)))
+
+    def backward(self) -> Recorded:
+        """Run the backward and forget the microbatch."""
+        from megatron.core.pipeline_parallel import schedules
+        from megatron.core.utils import get_attr_wrapped_model
+
+        recorder, scopes, config = self._recorder, self._scopes, self._config
+        recorder.memory.reset_peak()
+        with self._chunk.no_sync(), recorder.collect("backward") as calls:
             scopes.in_backward = True
             recorder.scope = (ScopeKind.OUTPUT, OUTPUT)
-            gradient = None if has_output else _boundary(config, requires_grad=False)
-            schedules.backward_step([received], output, [gradient], config)
+            if not self.has_output:
+                self._gradient = _boundary(config, requires_grad=False)
+            schedules.backward_step([self._received], self._output, [self._gradient], config)
             scopes.in_backward = False
-        backward_peak = memory.peak - before
-    if received is not None:  # the model keeps its last input; in a pipeline a newer one
-        get_attr_wrapped_model(chunk, "set_input_tensor")([None])
-    del output, received, gradient
+        self.backward_peak = recorder.memory.peak
+        if self._received is not None:  # what a pipeline keeps of a transfer is the schedule's
+            get_attr_wrapped_model(self._chunk, "set_input_tensor")([None])
+            transfers = (self._received, self._received.grad, self._gradient)
+            recorder.memory.untrack(_tensors(transfers))
+        self._received = self._gradient = self._output = self._tokens = None
+        gc.collect()
+        return calls
+
+
+def record(make: Callable[[list[Any]], Microbatch], memory: LiveBytes, index: int,
+           losses: list[Any], first: bool = False) -> ChunkTrace:  # fmt: skip
+    """Forward and backward of one microbatch.
+
+    Args:
+        make: A microbatch that reports its losses to the list.
+        memory: The recorder's.
+        index: Of the chunk.
+        losses: Where they go.
+        first: See :meth:`Microbatch.forward`.
+    """
     gc.collect()
+    memory.mark()
+    one = make(losses)
+    forward = one.forward(first)
+    logged, counted = memory.size_of(_tensors(losses)), one.counted()
+    saved = memory.fresh - logged
+    base = memory.live - memory.fresh  # leftovers of the microbatch before are gone
+    backward = one.backward()
+    sizes = ChunkMemory(
+        saved_bytes=saved,
+        forward_peak_bytes=one.forward_peaks[0],
+        backward_peak_bytes=one.backward_peak - base - logged,
+        logged_bytes=logged,
+        counted_bytes=counted,
+        leftover_bytes=memory.live - base - logged,
+        forward_peak_after_bytes=one.forward_peaks[1] - base,
+    )
     return ChunkTrace(
         vpp_stage=index,
         segments=segments(forward, backward),
-        memory=ChunkMemory(
-            saved_bytes=saved, forward_peak_bytes=forward_peak, backward_peak_bytes=backward_peak
-        ),
-        boundary_bytes=boundary,
+        memory=sizes,
+        boundary_bytes=one.boundary,
     )
+
+
+def in_flight(
+    make: Callable[[list[Any]], Microbatch], memory: LiveBytes, alone: ChunkMemory
+) -> ChunkMemory:
+    """Add what differs while a second microbatch is in flight: modules keep the latest one's.
+
+    Args:
+        make: A microbatch that reports its losses to the list.
+        memory: The recorder's.
+        alone: The memory of a microbatch that nothing else is in flight with.
+    """
+    if not alone.leftover_bytes:  # modules keep nothing: microbatches don't touch each other
+        return alone
+    losses: list[Any] = []
+    older, latest = make(losses), make(losses)
+    gc.collect()
+    memory.mark()
+    older.forward()
+    base = memory.live - memory.fresh
+    memory.reset_peak()
+    latest.forward()
+    logged = memory.size_of(_tensors(losses)) // 2
+    saved = memory.live - base - alone.saved_bytes - 2 * logged
+    forward_peak = latest.forward_peaks[1] - base - saved - logged
+    older.backward()
+    sizes = dataclasses.replace(
+        alone,
+        inflight_saved_bytes=saved,
+        inflight_forward_peak_bytes=forward_peak,
+        inflight_backward_peak_bytes=older.backward_peak - base - alone.saved_bytes - 2 * logged,
+    )
+    latest.backward()
+    return sizes
 
 
 def _position(chunk: Any) -> tuple[bool, bool]:
@@ -114,31 +210,50 @@ def _boundary(config: Any, requires_grad: bool) -> torch.Tensor:
 
 
 def record_step(
-    recorder: Recorder, model: list[Any], optimizer: Any, config: Any
-) -> tuple[tuple[Call, ...], int]:
-    """Gradient finalisation, optimizer step and the zeroing for the next one.
+    recorder: Recorder, training: inspect.BoundArguments, losses: list[Any]
+) -> tuple[tuple[Call, ...], int, Any]:
+    """Megatron's own ``train_step`` with the microbatches left out.
 
-    Reductions of gradient buckets and gathers of parameters are left out: they are in the
-    buckets of the trace, to be overlapped with the timeline.
+    Zeroing of the gradients, their finalisation, the optimizer step and the reduction of the
+    losses.  Reductions of gradient buckets and gathers of parameters are left out: they are in
+    the buckets of the trace, to be overlapped with the timeline.
+
+    Args:
+        recorder: Active recorder.
+        training: Arguments of Megatron's training loop.
+        losses: What one microbatch's forward step reported.
 
     Returns:
-        The calls, and the highest live bytes above the state before.
+        The calls, the highest live bytes above the state before, and what the training loop
+        keeps until its next step is through.
     """
+    import megatron.training.training as module
     from megatron.core.distributed import finalize_model_grads
+    from megatron.core.utils import get_model_config
 
-    memory = recorder.memory
+    given, memory = training.arguments, recorder.memory
+    model, config = given["model"], get_model_config(given["model"][0])
+
+    def finalize(**_: Any) -> list[Any]:
+        per_token = config.calculate_per_token_loss
+        tokens = torch.zeros((), dtype=torch.int32, device="cuda") if per_token else None
+        finalize_model_grads(model, tokens)
+        return losses
+
     for chunk in model:
         chunk.start_grad_sync()
     gc.collect()
     before = memory.live
     memory.reset_peak()
-    tokens = torch.empty((), dtype=torch.int32) if config.calculate_per_token_loss else None
     with recorder.collect("step") as calls:
-        finalize_model_grads(model, tokens)
-        optimizer.step()
-        for chunk in model:
-            chunk.zero_grad_buffer()
-        optimizer.zero_grad()
+        kept = module.train_step(
+            given["forward_step_func"], None, model, given["optimizer"],
+            given["opt_param_scheduler"], config, finalize, iteration=0,
+        )  # fmt: skip
     peak = memory.peak - before
     gc.collect()
-    return tuple(call for _, _, call in calls), peak
+    return tuple(call for _, _, call in calls), peak, kept
+
+
+def _tensors(values: Any) -> list[torch.Tensor]:
+    return [value for value in tree_iter(values) if isinstance(value, torch.Tensor)]

@@ -45,3 +45,16 @@ def _no_overflow(module: Any) -> None:
         return False
 
     module.MixedPrecisionOptimizer._unscale_main_grads_and_check_for_nan = never
+
+
+@patch("megatron.training.training", "reduce_max_stat_across_model_parallel_group",
+       "logical_and_across_model_parallel_group", group="megatron", versions=_CORE,
+       reason="statistics become new tensors of values that the host reads; an update never fails")
+def _statistics(module: Any) -> None:
+    reduce_max = module.reduce_max_stat_across_model_parallel_group
+
+    def reduce_value(stat: Any, group: Any = None) -> Any:
+        return reduce_max(None if stat is None else float(stat), group=group)
+
+    module.reduce_max_stat_across_model_parallel_group = reduce_value
+    module.logical_and_across_model_parallel_group = lambda value, group=None: value

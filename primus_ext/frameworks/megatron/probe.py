@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from torch import nn
@@ -11,16 +11,13 @@ from torch import nn
 from primus_ext.frameworks.megatron import microbatch, parts, plans
 from primus_ext.observe import origins
 from primus_ext.observe.recorder import Recorder
-from primus_ext.observe.scopes import Scopes
 from primus_ext.trace import ChunkTrace, Op
 
 
 def labelled_ops(
     recorder: Recorder,
-    forward_step_func: Callable[..., Any],
-    model: list[Any],
+    makers: Sequence[Callable[[list[Any]], microbatch.Microbatch]],
     bare: list[Any],
-    scopes: list[Scopes],
     config: Any,
     chunks: tuple[ChunkTrace, ...],
 ) -> tuple[Op, ...]:
@@ -38,11 +35,8 @@ def labelled_ops(
         probes = []
         for field in ("micro_batch_size", "seq_length"):
             with _doubled(args, field), thinned(bare[index]):
-                probes.append(
-                    microbatch.record(
-                        recorder, forward_step_func, model, index, scopes[index], config
-                    ).segments
-                )
+                probe = microbatch.record(makers[index], recorder.memory, index, [])
+                probes.append(probe.segments)
         labelled.update(
             origins.match(chunk.segments, (probes[0], probes[1]), recorder.ops, names)
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import inspect
 from collections.abc import Callable
@@ -122,7 +123,7 @@ def _record(
     recorder: Recorder, rank: int, training: inspect.BoundArguments, pp_ranks: tuple[int, ...]
 ) -> RankTrace:
     """The recording itself, in place of Megatron's training loop."""
-    from megatron.core.rerun_state_machine import get_rerun_state_machine
+    from megatron.core.rerun_state_machine import RerunMode, get_rerun_state_machine
     from megatron.core.utils import get_model_config, unwrap_model
 
     args = plans.arguments()
@@ -134,28 +135,47 @@ def _record(
     bare = unwrap_model(model)
     for chunk in model:
         chunk.train()
-    get_rerun_state_machine().should_run_forward_backward(None)
+    # A rerun's copies of the batches lie in host memory; the virtual device would count them.
+    get_rerun_state_machine().mode = RerunMode.DISABLED
     for chunk in model:
         _leave_parameters_alone(chunk)
     optimizer.step()  # the first step makes the optimizer's state
     static = memory.static(recorder, bare, model, optimizer)
     scopes = [Scopes(recorder, parts.parts(chunk)) for chunk in bare]
+    makers = [
+        functools.partial(
+            microbatch.Microbatch, recorder, forward_step_func, model, index, scopes[index], config
+        )
+        for index in range(len(model))
+    ]
     quantized = args.fp8 or getattr(args, "fp4", None)
     for index, chunk in enumerate(bare):
         # Workspaces and caches appear with the first microbatch.  They go by shape, so a few
-        # layers fill them, unless every layer keeps a quantized copy of its weights.
-        with contextlib.nullcontext() if quantized else probe.thinned(chunk):
-            microbatch.record(
-                recorder, forward_step_func, model, index, scopes[index], config, first=True
-            )
+        # layers fill them, unless every layer keeps something of its own: quantized weights, or
+        # the tables of a token dispatcher.
+        with contextlib.nullcontext() if quantized or args.num_experts else probe.thinned(chunk):
+            microbatch.record(makers[index], recorder.memory, index, [], first=True)
     recorder.forget()
+    losses: list[Any] = []
     chunks = tuple(
-        microbatch.record(recorder, forward_step_func, model, index, scopes[index], config)
-        for index in range(len(model))
+        microbatch.record(make, recorder.memory, index, losses)
+        for index, make in enumerate(makers)
     )
-    step, step_peak = microbatch.record_step(recorder, model, optimizer, config)
-    sizes = static.with_step(step_peak, recorder)
-    ops = probe.labelled_ops(recorder, forward_step_func, model, bare, scopes, config, chunks)
+    step, step_peak, kept = microbatch.record_step(recorder, training, losses)
+    losses.clear()
+    leftovers = sum(chunk.memory.leftover_bytes for chunk in chunks)
+    sizes = static.with_step(step_peak, recorder, leftovers)
+    del kept
+    if config.pipeline_model_parallel_size > 1:
+        sizes_in_flight = [
+            microbatch.in_flight(make, recorder.memory, chunk.memory)
+            for chunk, make in zip(chunks, makers, strict=True)
+        ]
+        chunks = tuple(
+            dataclasses.replace(chunk, memory=memory_in_flight)
+            for chunk, memory_in_flight in zip(chunks, sizes_in_flight, strict=True)
+        )
+    ops = probe.labelled_ops(recorder, makers, bare, config, chunks)
     local, total, active = parts.counts(bare, args, config)
     return RankTrace(
         rank=rank,
