@@ -75,8 +75,8 @@ class Retained:
         self.after_another = chunk in self._finished
         self._latest[chunk] = microbatch
         self._finished.discard(chunk)
-        if microbatch == repeats_from(self.shape):
-            self._logged += self.skipped * self.chunks[chunk].logged_bytes
+        if chunk == 0 and microbatch == repeats_from(self.shape):
+            self._logged += self.skipped * sum(memory.logged_bytes for memory in self.chunks)
 
     def after(self, forward: bool, chunk: int, microbatch: int) -> None:
         """The work is done."""
