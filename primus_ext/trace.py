@@ -141,6 +141,8 @@ class ChunkMemory:
     counted_bytes: int = 0
     """Part of ``saved_bytes`` that the schedule holds until its next forward is through: the
     number of tokens and, on the last stage of a pipeline, the loss.  0 if interleaved."""
+    stub_bytes: int = 0
+    """Part of ``saved_bytes``: the one element that takes the place of an output that was sent."""
     leftover_bytes: int = 0
     """What modules keep of a microbatch after its backward, until the chunk's next forward: e.g.
     the token dispatcher's tables."""

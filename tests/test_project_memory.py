@@ -104,7 +104,7 @@ def test_the_optimizer_step_binds_when_it_is_higher() -> None:
 
 
 @given(
-    pp=st.integers(2, 6), vpp=st.integers(1, 4), groups=st.integers(1, 7), overlap=st.booleans(),
+    pp=st.integers(2, 6), vpp=st.integers(1, 4), groups=st.integers(1, 9), overlap=st.booleans(),
     rank=st.integers(0, 5), saved=st.integers(1, 1000), sizes=st.integers(0, 50),
     logged=st.integers(0, 30), kept=st.integers(0, 40),
 )  # fmt: skip

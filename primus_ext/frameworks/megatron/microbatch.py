@@ -52,6 +52,9 @@ class Microbatch:
         self._recorder, self._step = recorder, forward_step_func
         self._chunk, self._index, self._interleaved = model[index], index, len(model) > 1
         self._scopes, self._config, self._losses = scopes, config, losses
+        # Only the schedule without interleaving hands lists of tensors around.
+        pipeline = config.pipeline_model_parallel_size > 1
+        self._hand = _in_list if pipeline and not self._interleaved else _bare
         self.has_embedding, self.has_output = _position(self._chunk)
         self._received: Any = None
         self._gradient: Any = None
@@ -59,6 +62,8 @@ class Microbatch:
         self._tokens: Any = None
         self.boundary = 0
         """Bytes of the activation sent to the next stage (0 on the last)."""
+        self.stub = 0
+        """Bytes of what takes the place of that activation when it is sent."""
 
     def forward(self, first: bool = False) -> Recorded:
         """Run the forward; its output is handed on and freed.
@@ -76,16 +81,18 @@ class Microbatch:
         with self._chunk.no_sync(), self._recorder.collect("forward") as calls:
             self._received = None if self.has_embedding else _boundary(config, requires_grad=True)
             self._output, self._tokens = schedules.forward_step(
-                self._step, batches(plans.arguments()), self._chunk, 1, [self._received],
+                self._step, batches(plans.arguments()), self._chunk, 1, self._hand(self._received),
                 self._losses, config, config.context_parallel_size, is_first_microbatch=first,
                 current_microbatch=0, vp_stage=self._index if self._interleaved else None,
                 is_last_stage=self.has_output,
             )  # fmt: skip
         self.forward_peaks = peak.fresh_peak, peak.peak
         if not self.has_output:
-            output = self._output[0]
+            output = _tensors(self._output)[0]
             self.boundary = output.numel() * output.element_size()
             schedules.deallocate_output_tensor(output, config.deallocate_pipeline_outputs)
+            if config.deallocate_pipeline_outputs:
+                self.stub = output.element_size()
         if self._interleaved:  # this schedule forgets the number of tokens at once
             self._tokens = None
         return calls
@@ -109,7 +116,9 @@ class Microbatch:
             recorder.scope = (ScopeKind.OUTPUT, OUTPUT)
             if not self.has_output:
                 self._gradient = _boundary(config, requires_grad=False)
-            schedules.backward_step([self._received], self._output, [self._gradient], config)
+            received, gradient = self._hand(self._received), self._hand(self._gradient)
+            schedules.backward_step(received, self._output, gradient, config)
+            del received, gradient
             scopes.in_backward = False
         self.backward_peak = recorder.memory.peak
         if self._received is not None:  # what a pipeline keeps of a transfer is the schedule's
@@ -146,6 +155,7 @@ def record(make: Callable[[list[Any]], Microbatch], memory: LiveBytes, index: in
         backward_peak_bytes=one.backward_peak - base - logged,
         logged_bytes=logged,
         counted_bytes=counted,
+        stub_bytes=one.stub,
         leftover_bytes=memory.live - base - logged,
         forward_peak_after_bytes=one.forward_peaks[1] - base,
     )
@@ -253,6 +263,14 @@ def record_step(
     peak = memory.peak - before
     gc.collect()
     return tuple(call for _, _, call in calls), peak, kept
+
+
+def _in_list(value: Any) -> list[Any]:
+    return [value]
+
+
+def _bare(value: Any) -> Any:
+    return value
 
 
 def _tensors(values: Any) -> list[torch.Tensor]:
