@@ -146,7 +146,8 @@ class Allocator:
             return None
         if blocks[at][2].expandable:
             # the last mapped block counts with the room that it can grow into
-            while at + 1 < len(blocks) and expandable.room(blocks[at + 1][2]) < expandable.room(blocks[at][2]):
+            room = expandable.room
+            while at + 1 < len(blocks) and room(blocks[at + 1][2]) < room(blocks[at][2]):
                 at += 1
         block = blocks[at][2]
         most = self.config.max_split_size
@@ -208,7 +209,7 @@ class Allocator:
         block.pool.remove(block)
 
     def _give_back_oversize(self, pool: Pool, size: int) -> bool:
-        """Return segments that may not be split until ``size`` bytes are free, if that is enough."""
+        """Return segments that may not be split, as many as ``size`` bytes take, if they do."""
         most = self.config.max_split_size
         if most is None:
             return False

@@ -7,10 +7,13 @@ Names, defaults and rules are those of torch 2.14 (``c10/core/AllocatorConfig.h`
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
-Reader = Callable[[dict[str, object], str], None]
+Reader = Callable[[dict[str, Any], str], None]
 MIB = 2**20
+VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+"""The first that is set counts, on every platform."""
 _INTERVALS = 16
 """Roundup divisions are kept for sizes from 1 MiB to 64 GiB, one for each power of two."""
 _HOST_OR_TIMING = frozenset(
@@ -64,7 +67,7 @@ def parse(text: str) -> AllocatorConfig:
         AllocatorConfigError: a key is unknown, a value is not legal, or another allocator is
             asked for.
     """
-    found: dict[str, object] = {}
+    found: dict[str, Any] = {}
     for key, value in _pairs(text):
         try:
             _READERS[key](found, value)
@@ -81,6 +84,23 @@ def parse(text: str) -> AllocatorConfig:
                 f"PYTORCH_ALLOC_CONF {key}:{value} is not legal: {error}"
             ) from error
     return AllocatorConfig(**found)  # type: ignore[arg-type]
+
+
+def from_environment(environment: Mapping[str, Any]) -> AllocatorConfig:
+    """The settings that torch takes from its environment, the defaults where there are none.
+
+    Args:
+        environment: Variables of the user's command; others are ignored.
+
+    Raises:
+        AllocatorConfigError: as :func:`parse`.
+    """
+    return parse(str(environment.get(variable(environment), "")))
+
+
+def variable(environment: Mapping[str, Any]) -> str:
+    """The variable that torch reads; '' where none is set."""
+    return next((name for name in VARIABLES if name in environment), "")
 
 
 def _pairs(text: str) -> list[tuple[str, str]]:
@@ -103,42 +123,53 @@ def _pairs(text: str) -> list[tuple[str, str]]:
     return pairs
 
 
-def _expandable(found: dict[str, object], value: str) -> None:
+def _expandable(found: dict[str, Any], value: str) -> None:
     if value not in ("True", "False"):
         raise ValueError("it must be True or False")
     found["expandable_segments"] = value == "True"
 
 
-def _backend(_found: dict[str, object], value: str) -> None:
+def _backend(_found: dict[str, Any], value: str) -> None:
     if value != "native":
         raise AllocatorConfigError(
             f"PYTORCH_ALLOC_CONF backend:{value} is not modelled; modelled: backend:native"
         )
 
 
-def _mebibytes(field: str, least: int) -> Reader:
-    def read(found: dict[str, object], value: str) -> None:
-        if int(value) < least:
-            raise ValueError(f"it must be at least {least}")
+def _at_least_a_segment(field: str) -> Reader:
+    """A size of at least the large segments as they are set so far, in MiB."""
+
+    def read(found: dict[str, Any], value: str) -> None:
+        least = found.get("large_segment_size", AllocatorConfig().large_segment_size)
+        if int(value) * MIB < least:
+            raise ValueError(f"it must be at least {least // MIB}")
         found[field] = int(value) * MIB
 
     return read
 
 
-def _threshold(found: dict[str, object], value: str) -> None:
+def _large_segment(found: dict[str, Any], value: str) -> None:
+    if int(value) <= 10:
+        raise ValueError("it must be above 10")
+    found["large_segment_size"] = int(value) * MIB
+
+
+def _threshold(found: dict[str, Any], value: str) -> None:
     if not 0.0 < float(value) < 1.0:
         raise ValueError("it must be above 0 and below 1")
     found["garbage_collection_threshold"] = float(value)
 
 
-def _fraction(found: dict[str, object], value: str) -> None:
+def _fraction(found: dict[str, Any], value: str) -> None:
     if not 0.0 <= float(value) <= 1.0:
         raise ValueError("it must be from 0 to 1")
     found["memory_fraction"] = float(value)
 
 
-def _divisions(found: dict[str, object], value: str) -> None:
+def _divisions(found: dict[str, Any], value: str) -> None:
     if not value.startswith("["):
+        if int(value) == 0:
+            raise ValueError("0 must be a power of two")
         found["divisions"] = (_division(value),) * _INTERVALS
         return
     table, first, last = [0] * _INTERVALS, True, 0
@@ -166,9 +197,9 @@ def _division(text: str) -> int:
 _READERS: dict[str, Reader] = {
     "expandable_segments": _expandable,
     "backend": _backend,
-    "max_split_size_mb": _mebibytes("max_split_size", 20),
-    "max_non_split_rounding_mb": _mebibytes("max_non_split_rounding", 20),
-    "large_segment_size_mb": _mebibytes("large_segment_size", 11),
+    "max_split_size_mb": _at_least_a_segment("max_split_size"),
+    "max_non_split_rounding_mb": _at_least_a_segment("max_non_split_rounding"),
+    "large_segment_size_mb": _large_segment,
     "roundup_power2_divisions": _divisions,
     "garbage_collection_threshold": _threshold,
     "per_process_memory_fraction": _fraction,

@@ -1,4 +1,4 @@
-"""Blocks of memory and the pools that keep the free ones, as PyTorch's caching allocator has them."""
+"""Blocks of memory and pools of free ones, as PyTorch's caching allocator has them."""
 
 from __future__ import annotations
 
