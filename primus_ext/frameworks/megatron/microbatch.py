@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import gc
 import inspect
@@ -12,9 +13,10 @@ import torch
 from torch.utils._pytree import tree_iter
 
 from primus_ext.frameworks.megatron import plans
+from primus_ext.observe.allocations import Log
 from primus_ext.observe.recorder import LiveBytes, Recorder
 from primus_ext.observe.scopes import OUTPUT, Scopes, segments
-from primus_ext.trace import Call, ChunkMemory, ChunkTrace, ScopeKind
+from primus_ext.trace import Call, ChunkEvents, ChunkMemory, ChunkTrace, ScopeKind
 
 Recorded = list[tuple[ScopeKind, str, Call]]
 
@@ -64,6 +66,8 @@ class Microbatch:
         """Bytes of the activation sent to the next stage (0 on the last)."""
         self.stub = 0
         """Bytes of what takes the place of that activation when it is sent."""
+        self.crossing: dict[str, int] = {}
+        """Numbers in the innermost log of what crosses the boundaries: see ``ChunkEvents``."""
 
     def forward(self, first: bool = False) -> Recorded:
         """Run the forward; its output is handed on and freed.
@@ -89,6 +93,7 @@ class Microbatch:
         self.forward_peaks = peak.fresh_peak, peak.peak
         if not self.has_output:
             output = _tensors(self._output)[0]
+            self._note("output", output)
             self.boundary = output.numel() * output.element_size()
             schedules.deallocate_output_tensor(output, config.deallocate_pipeline_outputs)
             if config.deallocate_pipeline_outputs:
@@ -96,6 +101,10 @@ class Microbatch:
         if self._interleaved:  # this schedule forgets the number of tokens at once
             self._tokens = None
         return calls
+
+    def _note(self, name: str, tensor: torch.Tensor | None) -> None:
+        memory = self._recorder.memory
+        self.crossing[name] = memory.number(tensor, memory.logs.innermost)
 
     def counted(self) -> int:
         """Bytes that the schedule's loop holds until its next forward: see ``ChunkMemory``."""
@@ -121,9 +130,12 @@ class Microbatch:
             del received, gradient
             scopes.in_backward = False
         self.backward_peak = recorder.memory.peak
+        self._note("gradient", self._gradient)
         if self._received is not None:  # what a pipeline keeps of a transfer is the schedule's
             get_attr_wrapped_model(self._chunk, "set_input_tensor")([None])
             transfers = (self._received, self._received.grad, self._gradient)
+            self._note("received", self._received)
+            self._note("input_gradient", self._received.grad)
             recorder.memory.untrack(_tensors(transfers))
         self._received = self._gradient = self._output = self._tokens = None
         gc.collect()
@@ -144,11 +156,15 @@ def record(make: Callable[[list[Any]], Microbatch], memory: LiveBytes, index: in
     gc.collect()
     memory.mark()
     one = make(losses)
-    forward = one.forward(first)
-    logged, counted = memory.size_of(_tensors(losses)), one.counted()
-    saved = memory.fresh - logged
-    base = memory.live - memory.fresh  # leftovers of the microbatch before are gone
-    backward = one.backward()
+    # What the first one makes is part of the setup.
+    inner = contextlib.nullcontext(memory.logs.setup) if first else memory.logs.inner(passing=True)
+    with inner as log:
+        forward = one.forward(first)
+        ahead = len(log.events)
+        logged, counted = memory.size_of(_tensors(losses)), one.counted()
+        saved = memory.fresh - logged
+        base = memory.live - memory.fresh  # leftovers of the microbatch before are gone
+        backward = one.backward()
     sizes = ChunkMemory(
         saved_bytes=saved,
         forward_peak_bytes=one.forward_peaks[0],
@@ -164,6 +180,21 @@ def record(make: Callable[[list[Any]], Microbatch], memory: LiveBytes, index: in
         segments=segments(forward, backward),
         memory=sizes,
         boundary_bytes=one.boundary,
+        events=None if first else _events(log, ahead, one.crossing, memory, losses),
+    )
+
+
+def _events(
+    log: Log, ahead: int, crossing: dict[str, int], memory: LiveBytes, losses: list[Any]
+) -> ChunkEvents:
+    """What a log holds after a microbatch; ``ahead`` events are the forward's."""
+    numbers = {memory.number(tensor, log) for tensor in _tensors(losses)} - {-1}
+    return ChunkEvents(
+        forward=tuple(log.events[:ahead]),
+        backward=tuple(log.events[ahead:]),
+        **crossing,
+        kept=tuple(n for n in log.live() if n not in numbers),
+        logged=tuple(sorted(numbers)),
     )
 
 
@@ -221,7 +252,7 @@ def _boundary(config: Any, requires_grad: bool) -> torch.Tensor:
 
 def record_step(
     recorder: Recorder, training: inspect.BoundArguments, losses: list[Any]
-) -> tuple[tuple[Call, ...], int, Any]:
+) -> tuple[tuple[Call, ...], int, tuple[int, ...], Any]:
     """Megatron's own ``train_step`` with the microbatches left out.
 
     Zeroing of the gradients, their finalisation, the optimizer step and the reduction of the
@@ -234,8 +265,8 @@ def record_step(
         losses: What one microbatch's forward step reported.
 
     Returns:
-        The calls, the highest live bytes above the state before, and what the training loop
-        keeps until its next step is through.
+        The calls, the highest live bytes above the state before, allocations and frees, and what
+        the training loop keeps until its next step is through.
     """
     import megatron.training.training as module
     from megatron.core.distributed import finalize_model_grads
@@ -255,14 +286,14 @@ def record_step(
     gc.collect()
     before = memory.live
     memory.reset_peak()
-    with recorder.collect("step") as calls:
+    with memory.logs.inner() as log, recorder.collect("step") as calls:
         kept = module.train_step(
             given["forward_step_func"], None, model, given["optimizer"],
             given["opt_param_scheduler"], config, finalize, iteration=0,
         )  # fmt: skip
     peak = memory.peak - before
     gc.collect()
-    return tuple(call for _, _, call in calls), peak, kept
+    return tuple(call for _, _, call in calls), peak, tuple(log.events), kept
 
 
 def _in_list(value: Any) -> list[Any]:
