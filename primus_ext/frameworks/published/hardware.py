@@ -10,7 +10,10 @@ from primus_ext.frameworks.published.draft import Draft, NotProjectable
 ACCELERATORS = {
     "A100-40GB-SXM": "a100_40gb",
     "A100-80GB-SXM": "a100",
+    "A100-SXM": "a100",
+    "A100-80GB-PCIe": "a100_pcie",
     "H100-80GB-SXM": "h100",
+    "H100-96GB-HBM2e-500W": "h100_hbm2e",
     "H200-141GB-SXM": "h200",
     "B200-180GB": "b200",
     "B300": "b300",
