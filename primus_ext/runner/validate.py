@@ -13,7 +13,7 @@ import numpy as np
 import yaml
 
 from primus_ext.frameworks import published
-from primus_ext.runner import child, emulation
+from primus_ext.runner import child, emulation, peaks
 from primus_ext.runner.outcome import UsageError
 
 GPT_PROGRAM = "primus_ext.frameworks.megatron.gpt_program"
@@ -29,7 +29,12 @@ class Row:
     predicted_s: float | None = None
     interval: dict[str, float] | None = None
     peak_measured: float | None = None
+    """The first of ``memory``, where a peak was published."""
     peak_predicted: int | None = None
+    memory_kind: str | None = None
+    """Unit of the two, see :mod:`primus_ext.runner.peaks`."""
+    memory: dict[str, dict[str, float]] = dataclasses.field(default_factory=dict)
+    """By unit, ``measured`` and ``predicted`` bytes of every peak that was published."""
     verdict: str | None = None
     approximations: tuple[str, ...] = ()
     skipped: str | None = None
@@ -101,17 +106,27 @@ def project_run(run: dict[str, Any], progress: Callable[[int, int, str], None]) 
             "cwd": name,
             **emulation.question(cluster),
         }
+        question["frameworks"] += nearest.emulations
         try:
             answer = child.run(question, (), folder, folder / "child.log", progress)
             projection = emulation.priced(answer, "simulate", cluster, [])
         except (child.ChildError, ValueError) as error:
             return dataclasses.replace(base, skipped=str(error))
+    measured = peaks.published(run)
+    found = peaks.projected(projection.memory, answer["traces"], cluster)
+    memory = {
+        unit: {"measured": size, "predicted": float(found[unit])}
+        for unit, size in measured.items()
+    }
+    kind = next(iter(memory), None)
     return dataclasses.replace(
         base,
         predicted_s=projection.throughput.step_s,
         interval=dict(projection.throughput.interval),
-        peak_measured=run["normalized"].get("peak_memory_bytes"),
-        peak_predicted=max(role.peak_bytes for role in projection.memory.per_role),
+        peak_measured=None if kind is None else measured[kind],
+        peak_predicted=found[kind or peaks.ALLOCATED],
+        memory_kind=kind,
+        memory=memory,
         verdict=projection.memory.verdict,
         approximations=nearest.approximations,
     )
@@ -134,6 +149,7 @@ def summary(rows: Iterable[Row]) -> dict[str, Any]:
         "bias": float(np.mean(ratios - 1) * 100),
         "worst_factor": float(np.max(np.maximum(ratios, 1 / ratios))),
         "spearman": _spearman(predicted, measured) if len(scored) > 2 else None,
+        "memory": peaks.errors(row.memory for row in scored),
         "inside_interval": float(
             np.mean(
                 [

@@ -142,6 +142,7 @@ def _record(
     logs = recorder.memory.logs
     built = len(logs.setup.events)
     optimizer.step()  # the first step makes the optimizer's state
+    optimizer.zero_grad()  # and main gradients where those of the model are not FP32
     stepped = len(logs.setup.events)
     static = memory.static(recorder, bare, model, optimizer)
     scopes = [Scopes(recorder, parts.parts(chunk)) for chunk in bare]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from primus_ext.frameworks.published import launchers
 from primus_ext.frameworks.published.draft import Draft, NotProjectable
 
 # Words of the published label or recipe, Megatron-LM's recipe, and its format of the numbers.
@@ -52,23 +53,30 @@ def _fp8(draft: Draft) -> tuple[str, ...]:
 
 def _gradients(draft: Draft) -> None:
     precision = draft.run["precision"]
-    if precision.get("grad_reduce") == "bf16" or "bf16 grad reduce" in str(precision.get("recipe")):
+    stated = precision.get("grad_reduce")
+    if stated is None and "bf16 grad reduce" in str(precision.get("recipe")):
+        stated = "bf16"
+    if stated is None:
+        stated = launchers.habits(draft).gradients
+        draft.note(f"format of the gradients not stated: {stated}, as its launcher has it"
+                   if stated else "format of the gradients not stated: FP32")  # fmt: skip
+    if stated == "bf16":
         draft.add("--grad-reduce-in-bf16")
-    elif precision.get("grad_reduce") is None:
-        draft.note("format of the gradients not stated: FP32")
 
 
 def _weights(draft: Draft, compute: str) -> None:
+    """Whether weights are kept and gathered in FP8 beside their FP32 masters."""
     if compute != "fp8" or "--use-distributed-optimizer" not in draft.argv:
         return
     gathered = draft.is_on("FP8_PARAM_GATHER", "FP8_PARAMS")
-    if gathered is None and "Megatron-Bridge" in draft.framework:
-        # src/megatron/bridge/training/mixed_precision.py: every recipe but sub-channel scaling
-        gathered = "blockwise" not in draft.argv
-        draft.note("FP8 weights are gathered in FP8, as Megatron-Bridge's recipes do")
+    if gathered is None:
+        gathered = launchers.habits(draft).fp8_weights
+        if gathered and "blockwise" in draft.argv:
+            gathered = False  # Megatron-Bridge's recipe of that name alone keeps them in BF16
+        words = "kept and gathered in FP8" if gathered else "kept in BF16, cast for each use"
+        draft.note(f"FP8 weights not stated: {words}, as its launcher has it"
+                   if gathered is not None else f"FP8 weights not stated: {words}")  # fmt: skip
     if gathered:
         draft.add("--fp8-param-gather")
         if "mxfp8" in draft.argv and "--overlap-param-gather" in draft.argv:
             draft.add("--reuse-grad-buf-for-mxfp8-param-ag")
-    elif gathered is None:
-        draft.note("FP8 weights not stated: kept in BF16, cast for each use")
