@@ -14,7 +14,7 @@ _FAMILIES: dict[str, tuple[str, ...]] = {
     "gpt-oss": (
         "--add-qkv-bias", "--softmax-type", "learnable", "--window-size", "128,0",
         "--window-attn-skip-freq", "2", "--glu-linear-offset", "1.0",
-        "--activation-func-clamp-value", "7.0",
+        "--activation-func-clamp-value", "7.0", "--no-bias-dropout-fusion",
     ),
     "nemotron4": ("--apply-layernorm-1p", "--rotary-percent", "0.5"),
 }  # fmt: skip

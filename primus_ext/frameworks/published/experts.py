@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from primus_ext.frameworks.published import launchers
 from primus_ext.frameworks.published.architecture import arch_key
 from primus_ext.frameworks.published.draft import Draft, NotProjectable
 
@@ -68,6 +69,8 @@ def _router(draft: Draft, model: dict[str, Any]) -> None:
         draft.note("the router's scores and losses are not stated: Megatron's defaults")
     else:
         draft.add(*words)
+    if launchers.habits(draft).router_fusion:
+        draft.add("--moe-router-fusion")
     if draft.flag("moe_router_force_load_balancing") or "force" in str(draft.flag("router")):
         draft.add("--moe-router-force-load-balancing")
 
@@ -96,7 +99,9 @@ def _experts(draft: Draft) -> None:
         draft.note("experts run one after another")
     else:
         draft.add("--moe-grouped-gemm")
-    if "permute fusion" in told or not told or "dropless" in told:
+    if launchers.permutation_is_fused(draft):
         draft.add("--moe-permute-fusion")
+    if "Primus-Turbo" in draft.framework:
+        draft.note("the legacy grouped GEMM, gone from 0.19, as Transformer Engine's")
     if draft.fsdp and draft.run["parallelism"].get("tp", 1) > 1:
         raise NotProjectable("experts under FSDP with tensor parallelism are not mapped")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from primus_ext.frameworks.published import launchers
 from primus_ext.frameworks.published.draft import Draft
 
 TE_LOSS = "primus_ext.frameworks.megatron.te_loss"
@@ -25,6 +26,7 @@ def write(draft: Draft) -> None:
         "--tokenizer-type", "NullTokenizer", "--train-iters", "10", "--lr", "1e-4",
         "--no-check-for-nan-in-loss-and-grad",
     )  # fmt: skip
+    draft.add(*launchers.habits(draft).arguments)
     _kernels(draft)
     for names, words in _LEFT_OUT:
         if str(draft.flag(*names) or "").lower() not in _OFF:
