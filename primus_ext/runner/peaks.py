@@ -69,6 +69,16 @@ def projected(
     }
 
 
+def beside(
+    run: Mapping[str, Any], predicted: Mapping[str, int]
+) -> dict[str, dict[str, float]]:
+    """By unit, ``measured`` and ``predicted`` bytes of every peak that a run states."""
+    return {
+        unit: {"measured": size, "predicted": float(predicted[unit])}
+        for unit, size in published(run).items()
+    }
+
+
 def errors(rows: Iterable[Mapping[str, Mapping[str, float]]]) -> dict[str, dict[str, float]]:
     """By unit: rows, mean absolute error, bias and worst error, percent of the measured peak.
 

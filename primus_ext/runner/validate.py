@@ -13,6 +13,7 @@ import numpy as np
 import yaml
 
 from primus_ext.frameworks import published
+from primus_ext.project.result import Projection
 from primus_ext.runner import child, emulation, peaks
 from primus_ext.runner.outcome import UsageError
 
@@ -83,8 +84,63 @@ def subset(runs_path: Path, name: str) -> list[str]:
     return list(subsets[name])
 
 
+class Skipped(Exception):
+    """A run that can't be projected; the message says why."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Projected:
+    """A run and its projection."""
+
+    nearest: published.PublishedProgram
+    projection: Projection
+    peaks: dict[str, int]
+    """Projected peak bytes by unit, see :mod:`primus_ext.runner.peaks`."""
+
+
+def nearest_program(run: dict[str, Any]) -> published.PublishedProgram:
+    """The Megatron program that stands for a run.
+
+    Raises:
+        Skipped: there is none.
+    """
+    try:
+        return published.program(run)
+    except published.NotProjectable as error:
+        raise Skipped(str(error)) from error
+
+
+def projected(run: dict[str, Any], progress: Callable[[int, int, str], None]) -> Projected:
+    """Project one run in simulate mode.
+
+    Raises:
+        Skipped: it has no program or no target, or the framework refuses it.
+    """
+    nearest = nearest_program(run)
+    try:
+        cluster = emulation.load_cluster(
+            nearest.accelerator, nearest.nodes, nearest.gpus_per_node
+        )
+        with tempfile.TemporaryDirectory(prefix="primus_ext_") as name:
+            folder = Path(name)
+            question = {
+                "module": GPT_PROGRAM,
+                "args": list(nearest.argv),
+                "cwd": name,
+                **emulation.question(cluster),
+            }
+            question["frameworks"] += nearest.emulations
+            answer = child.run(question, (), folder, folder / "child.log", progress)
+        projection = emulation.priced(answer, "simulate", cluster, [])
+    except (child.ChildError, ValueError) as error:
+        raise Skipped(str(error)) from error
+    return Projected(
+        nearest, projection, peaks.projected(projection.memory, answer["traces"], cluster)
+    )
+
+
 def project_run(run: dict[str, Any], progress: Callable[[int, int, str], None]) -> Row:
-    """Project one run in simulate mode."""
+    """Project one run in simulate mode and set it beside what was measured."""
     hardware = run["hardware"]
     base = Row(
         id=run["id"],
@@ -92,43 +148,21 @@ def project_run(run: dict[str, Any], progress: Callable[[int, int, str], None]) 
         measured_s=run["normalized"]["iteration_time_s"],
     )
     try:
-        nearest = published.program(run)
-        cluster = emulation.load_cluster(
-            nearest.accelerator, nearest.nodes, nearest.gpus_per_node
-        )
-    except (published.NotProjectable, ValueError) as error:
-        return dataclasses.replace(base, skipped=str(error))
-    with tempfile.TemporaryDirectory(prefix="primus_ext_") as name:
-        folder = Path(name)
-        question = {
-            "module": GPT_PROGRAM,
-            "args": list(nearest.argv),
-            "cwd": name,
-            **emulation.question(cluster),
-        }
-        question["frameworks"] += nearest.emulations
-        try:
-            answer = child.run(question, (), folder, folder / "child.log", progress)
-            projection = emulation.priced(answer, "simulate", cluster, [])
-        except (child.ChildError, ValueError) as error:
-            return dataclasses.replace(base, skipped=str(error))
-    measured = peaks.published(run)
-    found = peaks.projected(projection.memory, answer["traces"], cluster)
-    memory = {
-        unit: {"measured": size, "predicted": float(found[unit])}
-        for unit, size in measured.items()
-    }
+        found = projected(run, progress)
+    except Skipped as reason:
+        return dataclasses.replace(base, skipped=str(reason))
+    memory = peaks.beside(run, found.peaks)
     kind = next(iter(memory), None)
     return dataclasses.replace(
         base,
-        predicted_s=projection.throughput.step_s,
-        interval=dict(projection.throughput.interval),
-        peak_measured=None if kind is None else measured[kind],
-        peak_predicted=found[kind or peaks.ALLOCATED],
+        predicted_s=found.projection.throughput.step_s,
+        interval=dict(found.projection.throughput.interval),
+        peak_measured=None if kind is None else memory[kind]["measured"],
+        peak_predicted=found.peaks[kind or peaks.ALLOCATED],
         memory_kind=kind,
         memory=memory,
-        verdict=projection.memory.verdict,
-        approximations=nearest.approximations,
+        verdict=found.projection.memory.verdict,
+        approximations=found.nearest.approximations,
     )
 
 
