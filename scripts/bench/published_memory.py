@@ -79,6 +79,8 @@ def source(run: dict[str, Any]) -> str:
 def sweep(runs: list[dict[str, Any]], out: Path) -> None:
     """Append a line for every run that has none."""
     lines = read(out)
+    if out.exists():  # without what a killed sweep left of a line
+        out.write_text("".join(json.dumps(entry) + "\n" for entry in lines), encoding="utf-8")
     known = {entry["key"]: entry for entry in lines if "key" in entry}
     done = {entry["id"] for entry in lines}
     left = [run for run in runs if run["id"] not in done]
