@@ -6,6 +6,7 @@ from primus_ext.frameworks.published import launchers
 from primus_ext.frameworks.published.draft import Draft
 
 TE_LOSS = "primus_ext.frameworks.megatron.te_loss"
+DEEPSPEED = "primus_ext.frameworks.megatron.deepspeed"
 # Flags that change time or memory and are not projected: on where their value is not in the set.
 _LEFT_OUT = (
     (("cuda_graph_impl", "cuda_graphs", "MCORE_CUDA_GRAPH", "LAYER_CUDA_GRAPH"), "CUDA graphs"),
@@ -28,6 +29,9 @@ def write(draft: Draft) -> None:
     )  # fmt: skip
     draft.add(*launchers.habits(draft).arguments)
     _kernels(draft)
+    if "DeepSpeed" in draft.framework:
+        draft.emulations.append(DEEPSPEED)
+        draft.note("Megatron-DeepSpeed projected as Megatron-LM that keeps what DeepSpeed keeps")
     for names, words in _LEFT_OUT:
         if str(draft.flag(*names) or "").lower() not in _OFF:
             draft.note(f"{words}: left out")
