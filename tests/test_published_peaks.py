@@ -13,6 +13,7 @@ import yaml
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "scripts" / "bench"))
 
+import moe_layer_memory as layers  # noqa: E402
 import published_memory as sweeper  # noqa: E402
 
 from primus_ext.runner import peaks, validate  # noqa: E402
@@ -108,3 +109,19 @@ def test_published_peak(name: str) -> None:
         unit, bar = BARS[name]
         peak = row.memory[unit]
         assert abs(peak["predicted"] / peak["measured"] - 1) * 100 <= bar
+
+
+# Megatron-LM d98e8a6, tests/functional_tests/test_cases/common/moe_perf/baseline.json: GiB.
+LAYERS = {"bf16": 2.692, "fp8 blockwise": 2.883}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("precision", LAYERS)
+def test_one_layer_of_experts_on_h100(precision: str) -> None:
+    """The Mixtral-like case over all-to-all, within 3 %."""
+    row = {
+        "model": {"seq_len": 4096, "mbs": 1, "hidden_size": 4096, "moe_ffn_hidden_size": 14336,
+                  "num_experts": 8, "topk": 2, "num_attention_heads": 8},
+        "parallelism": {"tp": 1, "ep": 8, "etp": 1}, "precision": precision, "dispatcher": "a2a",
+    }  # fmt: skip
+    assert layers.peak_bytes(row) / GIB == pytest.approx(LAYERS[precision], rel=0.03)

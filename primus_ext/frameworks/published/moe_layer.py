@@ -59,3 +59,16 @@ def case(row: dict[str, Any]) -> dict[str, Any]:
         "dtype": "bfloat16",
         "config": config,
     }
+
+
+def routing(row: dict[str, Any]) -> dict[str, Any]:
+    """Token counts of the case, as a request's ``routing`` takes them.
+
+    The benchmark routes at random: every expert gets about the same number of tokens, but none
+    that kernels are made for.  Counts one off the mean, up and down in turn, are such: quantized
+    experts then pad their tokens, as they do there.
+    """
+    model = row["model"]
+    mean = model["seq_len"] * model["topk"] // model["num_experts"]
+    counts = [mean + (-1) ** expert for expert in range(model["num_experts"])]
+    return {"tokens": model["seq_len"], "layers": {"None": counts}}
