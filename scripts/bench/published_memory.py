@@ -4,8 +4,8 @@
 
 Every complete pretraining run becomes one line of OUT.jsonl as soon as it is projected; runs that
 have a line are not projected again, so a killed sweep goes on.  Runs that differ in nothing that
-shapes memory share one projection.  With --table nothing is projected: the table by source is
-written from the lines that are there.
+shapes memory share one projection.  With --table nothing is projected: the tables are written from
+the lines that are there, and from the mapping of all pretraining runs of RUNS.yaml to programs.
 """
 
 from __future__ import annotations
@@ -153,20 +153,40 @@ def table(entries: list[dict[str, Any]]) -> str:
     return "\n".join(text) + "\n"
 
 
+def mapping(runs: list[dict[str, Any]]) -> str:
+    """Markdown: how many runs of each source have a program, and why others have none."""
+    found: dict[tuple[str, str], Counter[str]] = {}
+    for run in runs:
+        if run.get("workload") == "pretrain":
+            try:
+                validate.nearest_program(run)
+                why = ""
+            except validate.Skipped as reason:
+                why = str(reason)
+            found.setdefault((source(run), run["completeness"]), Counter())[why] += 1
+    text = ["| source | | runs | with a program | without, why |", "|---" * 5 + "|"]
+    for (name, completeness), why in sorted(found.items()):
+        rest = "; ".join(f"{count} x {reason}" for reason, count in why.items() if reason)
+        text.append(f"| {name} | {completeness} | {why.total()} | {why['']} | {rest or '-'} |")
+    return "\n".join(text) + "\n"
+
+
 def main() -> None:
-    """Sweep, or write the table."""
+    """Sweep, or write the tables."""
     parser = argparse.ArgumentParser(description="Peak memory of published runs")
     parser.add_argument("runs", type=Path)
     parser.add_argument("out", type=Path)
     parser.add_argument("--only", nargs="+", default=[], help="ids that have one of these words")
-    parser.add_argument("--table", type=Path, help="write the table instead")
+    parser.add_argument("--table", type=Path, help="write the tables instead")
     asked = parser.parse_args()
+    everything = validate.load_runs(asked.runs)
     if asked.table is not None:
-        asked.table.write_text(table(read(asked.out)), encoding="utf-8")
+        found = f"{mapping(everything)}\n{table(read(asked.out))}"
+        asked.table.write_text(found, encoding="utf-8")
         return
     runs = [
         run
-        for run in validate.load_runs(asked.runs)
+        for run in everything
         if run.get("workload") == "pretrain" and run.get("completeness") == "complete"
         and (not asked.only or any(word in run["id"] for word in asked.only))
     ]  # fmt: skip
