@@ -167,6 +167,7 @@ def _record(
     )
     step, step_peak, step_events, kept = microbatch.record_step(recorder, training, losses)
     losses.clear()
+    optimizer.zero_grad()  # the next step starts with it
     leftovers = sum(chunk.memory.leftover_bytes for chunk in chunks)
     sizes = static.with_step(step_peak, recorder, leftovers)
     events = static.events(recorder, built, stepped, step_events)

@@ -2,7 +2,7 @@
 
 Megatron-core up to 0.18 runs ``--cross-entropy-loss-fusion --cross-entropy-fusion-impl te``; the
 argument validation of 0.19 refuses it for instabilities of training, while its model still has
-the path.  Transformer Engine up to 2.18 wrote the gradient over the logits; later releases keep a
+the path.  Transformer Engine up to 2.17 wrote the gradient over the logits; later releases keep a
 copy unless they are told otherwise.  A published run of those releases is emulated with both as
 they were: name this module among the ``frameworks`` of a request.
 """
