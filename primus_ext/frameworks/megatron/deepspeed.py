@@ -1,10 +1,11 @@
 """What Megatron-DeepSpeed's pipeline with ZeRO stage 1 does to memory, on Megatron-LM's program.
 
 DeepSpeed 0.6, the release of the BLOOM and vTrain runs (``runtime/pipe/engine.py``,
-``runtime/zero/stage_1_and_2.py``): a stage keeps the outputs that it sent until their backward;
-at the step the FP16 gradients of a rank's partition are flattened into one tensor and cast into
-one FP32 tensor.  Megatron-LM frees sent outputs and casts gradient by gradient.  Name this module
-among the ``frameworks`` of a request.
+``runtime/zero/stage_1_and_2.py``): without tensor parallelism a stage keeps the outputs that it
+sent until their backward (with it they are partitioned and freed, as Megatron-LM frees them); at
+the step the FP16 gradients of a rank's partition are flattened into one tensor and cast into one
+FP32 tensor, where Megatron-LM casts gradient by gradient.  Name this module among the
+``frameworks`` of a request.
 """
 
 from __future__ import annotations
@@ -26,16 +27,16 @@ def install() -> None:
 
 @registry.patch("megatron.training.argument_utils", "core_transformer_config_from_args",
                 group=GROUP, versions=_CORE,
-                reason="DeepSpeed's pipeline keeps the outputs that it sent")
+                reason="DeepSpeed's pipeline keeps the outputs that it sent, unless tensor-parallel")
 def _outputs_stay(module: Any) -> None:
     translate = module.core_transformer_config_from_args
 
-    def without_deallocation(*args: Any, **named: Any) -> Any:
+    def as_deepspeed(*args: Any, **named: Any) -> Any:
         config = translate(*args, **named)
-        config.deallocate_pipeline_outputs = False
+        config.deallocate_pipeline_outputs = config.tensor_model_parallel_size > 1
         return config
 
-    module.core_transformer_config_from_args = without_deallocation
+    module.core_transformer_config_from_args = as_deepspeed
 
 
 @registry.patch("megatron.core.optimizer.distrib_optimizer",
