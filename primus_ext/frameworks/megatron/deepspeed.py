@@ -27,7 +27,7 @@ def install() -> None:
 
 @registry.patch("megatron.training.argument_utils", "core_transformer_config_from_args",
                 group=GROUP, versions=_CORE,
-                reason="DeepSpeed's pipeline keeps the outputs that it sent, unless tensor-parallel")
+                reason="DeepSpeed's pipeline keeps sent outputs unless tensor-parallel")
 def _outputs_stay(module: Any) -> None:
     translate = module.core_transformer_config_from_args
 
