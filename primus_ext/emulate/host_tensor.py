@@ -15,13 +15,14 @@ from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.utils._pytree import tree_iter, tree_map_only
 
 from primus_ext.observe import recorder
+from primus_ext.observe.allocator_meter import HOST, region
 
 
 @contextlib.contextmanager
 def host_values() -> Iterator[None]:
     """Real tensors inside; nothing of it is device work, so nothing is recorded."""
     active = recorder.current()
-    with active.silent() if active else contextlib.nullcontext(), unset_fake_temporarily():
+    with active.silent() if active else region(HOST), unset_fake_temporarily():
         yield
 
 

@@ -48,7 +48,11 @@ def trace(
 
 
 def run(
-    original: Callable[..., Any], call: inspect.BoundArguments, rank: int, loop: Loop
+    original: Callable[..., Any],
+    call: inspect.BoundArguments,
+    rank: int,
+    loop: Loop,
+    observer: Any = None,
 ) -> Any:
     """Be one rank of the job up to its training loop, and run ``loop`` instead.
 
@@ -60,6 +64,7 @@ def run(
         call: The user's arguments to it.
         rank: Global rank to be.
         loop: What runs where Megatron would train.
+        observer: Entered before the model is built, and given to ``loop``; by default a recorder.
     """
     import megatron.training.initialize as initialization
     import megatron.training.training as training
@@ -71,7 +76,7 @@ def run(
     _forget_outputs(args, call.arguments["cfg_container"])
     virtual_world.join(rank, args.world_size, local_size)
 
-    recorder = Recorder({})
+    recorder = observer or Recorder({})
     initialize, setup = training.initialize_megatron, training.setup_model_and_optimizer
     train = training.train
     world = contextlib.ExitStack()

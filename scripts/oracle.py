@@ -1,0 +1,165 @@
+#!/usr/bin/env python
+"""The oracle of memory: three peaks of every pipeline role of every job of the covering design.
+
+``python scripts/oracle.py [--only m01 m02] [--work DIR]`` runs what is not in DIR yet and writes
+``validation/memory_oracle.csv``.  Peaks are bytes of live tensors in the second step:
+
+* composed: what a projection says (``memory.per_role[].peak_bytes``);
+* virtual: Megatron's own loop on that rank, tensors without storage, metered by our recorder;
+* real: the same with real tensors on this machine, metered by PyTorch's allocator events.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import hashlib
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from primus_ext import trace_io
+from primus_ext.cluster_data import load_cluster
+from primus_ext.project import compose
+
+ROOT = Path(__file__).resolve().parents[1]
+DESIGN = ROOT / "validation" / "memory_oracle.yaml"
+TABLE = ROOT / "validation" / "memory_oracle.csv"
+PROGRAM = "primus_ext.frameworks.megatron.gpt_program"
+SIDES = ("composed", "virtual", "real")
+SLICE = 4
+"""Configurations that one process answers; their results are kept when it ends."""
+TARGETS = {(9, 0): "h100", (10, 0): "b200"}
+
+
+def request(entry: dict[str, Any], side: str, work: Path) -> dict[str, Any]:
+    """What the emulation of one side of a configuration is asked."""
+    world, stages = entry["world"], stage_count(entry)
+    asked: dict[str, Any] = {
+        "module": PROGRAM,
+        "args": entry["args"].split(),
+        "cwd": str(work),
+        "device": {
+            "name": TARGETS[tuple(entry["capability"])],
+            "compute_capability": entry["capability"],
+            "total_memory": 80 * 2**30,
+            "multi_processor_count": 132,
+            "warp_size": 32,
+        },
+        "world_size": world,
+        "gpus_per_node": 1,
+        "frameworks": ["primus_ext.frameworks.megatron"],
+        "result": str(answer_path(entry, side, work)),
+        "timeout_s": 900,
+    }
+    if side != "composed":
+        asked |= {"whole": True, "ranks": [s * world // stages for s in range(stages)]}
+    if side == "real":
+        asked["storage"] = "real"
+    return asked
+
+
+def stage_count(entry: dict[str, Any]) -> int:
+    """Pipeline stages of a configuration."""
+    return int(entry["knobs"]["pipeline"].partition("x")[0])
+
+
+def answer_path(entry: dict[str, Any], side: str, work: Path) -> Path:
+    """Where the answer lies, by what was asked: another design keeps what is the same."""
+    asked = json.dumps([entry["world"], entry["capability"], entry["args"]])
+    return work / f"{hashlib.sha256(asked.encode()).hexdigest()[:12]}.{side}.json"
+
+
+def run(entries: Iterable[dict[str, Any]], sides: Iterable[str], work: Path) -> None:
+    """Answer what is missing, in processes that share their start."""
+    pending: dict[tuple[int, ...], list[dict[str, Any]]] = {}
+    for entry in entries:
+        asked = [
+            request(entry, side, work)
+            for side in sides
+            if not answer_path(entry, side, work).exists()
+        ]
+        pending.setdefault(tuple(entry["capability"]), []).extend(asked)
+    for requests in pending.values():
+        size = SLICE * len(SIDES)
+        for start in range(0, len(requests), size):
+            answer(requests[start : start + size], work)
+
+
+def answer(requests: list[dict[str, Any]], work: Path) -> None:
+    """Run one process over requests that are alike."""
+    path = work / "requests.json"
+    path.write_text(json.dumps(requests))
+    subprocess.run(
+        [sys.executable, "-m", "primus_ext.emulate.batch", str(path)],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        check=True,
+    )
+
+
+def peaks(entry: dict[str, Any], side: str, work: Path) -> list[int] | str:
+    """Peak of every role, or why there is none."""
+    path = answer_path(entry, side, work)
+    if not path.exists():
+        return "no answer"
+    found = json.loads(path.read_text())
+    if found["status"] != "ok":
+        return str(found["message"])
+    if side != "composed":
+        return [trace["peak_bytes"] for trace in found["traces"]]
+    cluster = load_cluster(TARGETS[tuple(entry["capability"])], entry["world"], 1)
+    projected = compose.project(
+        trace_io.plan_from_plain(found["plan"]),
+        trace_io.traces_from_plain(found["traces"]),
+        cluster,
+        mode="simulate",
+    )
+    return [role.peak_bytes for role in projected.memory.per_role]
+
+
+def rows(entries: Iterable[dict[str, Any]], work: Path) -> list[dict[str, Any]]:
+    """One row a role: the peaks and their differences."""
+    table: list[dict[str, Any]] = []
+    for entry in entries:
+        found = {side: peaks(entry, side, work) for side in SIDES}
+        for role in range(stage_count(entry)):
+            row: dict[str, Any] = {"id": entry["id"], "role": f"pp stage {role}"}
+            for side, values in found.items():
+                row[side] = values[role] if isinstance(values, list) else values
+            row["virtual - composed"] = difference(row["virtual"], row["composed"])
+            row["real - virtual"] = difference(row["real"], row["virtual"])
+            table.append(row)
+    return table
+
+
+def difference(one: Any, other: Any) -> int | str:
+    """``one - other`` if both are numbers."""
+    return one - other if isinstance(one, int) and isinstance(other, int) else ""
+
+
+def main() -> None:
+    """Run and write the table."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--only", nargs="+", help="ids of configurations")
+    parser.add_argument("--sides", nargs="+", default=SIDES, choices=SIDES)
+    parser.add_argument("--work", type=Path, default=ROOT / "outputs" / "memory_oracle")
+    options = parser.parse_args()
+    work = options.work.resolve()
+    work.mkdir(parents=True, exist_ok=True)
+    entries = yaml.safe_load(DESIGN.read_text())
+    chosen = [e for e in entries if options.only is None or e["id"] in options.only]
+    run(chosen, options.sides, work)
+    with TABLE.open("w", newline="") as file:
+        writer = csv.DictWriter(file, list(rows(entries[:1], work)[0]), lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows(entries, work))
+
+
+if __name__ == "__main__":
+    main()
