@@ -56,6 +56,7 @@ def request(entry: dict[str, Any], side: str, work: Path) -> dict[str, Any]:
         "gpus_per_node": 1,
         "frameworks": ["primus_ext.frameworks.megatron"],
         "result": str(answer_path(entry, side, work)),
+        "origins": False,
         "timeout_s": 900,
     }
     if side != "composed":
@@ -63,6 +64,17 @@ def request(entry: dict[str, Any], side: str, work: Path) -> dict[str, Any]:
     if side == "real":
         asked["storage"] = "real"
     return asked
+
+
+def work_of(entry: dict[str, Any]) -> int:
+    """Layers that run in one step, over all stages and microbatches."""
+    words = entry["args"].split()
+    number = {w: int(words[i + 1]) for i, w in enumerate(words) if w in _SIZES}
+    layers, mbs, gbs = (number[name] for name in _SIZES)
+    return layers * gbs // (mbs * int(entry["knobs"]["dp"]))
+
+
+_SIZES = ("--num-layers", "--micro-batch-size", "--global-batch-size")
 
 
 def stage_count(entry: dict[str, Any]) -> int:
@@ -77,9 +89,9 @@ def answer_path(entry: dict[str, Any], side: str, work: Path) -> Path:
 
 
 def run(entries: Iterable[dict[str, Any]], sides: Iterable[str], work: Path) -> None:
-    """Answer what is missing, in processes that share their start."""
+    """Answer what is missing, cheap ones first, in processes that share their start."""
     pending: dict[tuple[int, ...], list[dict[str, Any]]] = {}
-    for entry in entries:
+    for entry in sorted(entries, key=work_of):
         asked = [
             request(entry, side, work)
             for side in sides

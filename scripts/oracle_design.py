@@ -298,18 +298,18 @@ def layers(config: Config) -> tuple[int, str]:
     """Number of layers and the arguments that say how they are split."""
     size = degrees(config)
     pp, chunks = size["pp"], size["pp"] * size["vpp"]
-    how = config["stages"]
+    how, single = config["stages"], 1 if chunks > 2 else 2
     if how == "first":
-        first = size["vpp"]
-        return first + 2 * size["vpp"] * (pp - 1), f"--decoder-first-pipeline-num-layers {first}"
+        first = 2 * size["vpp"]
+        return first + size["vpp"] * (pp - 1), f"--decoder-first-pipeline-num-layers {first}"
     if how == "account":
-        return 2 * chunks - 2, (
+        return (2 if chunks < 8 else 1) * chunks - 2, (
             "--account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split"
         )
     if how == "layout":
-        inner = "tt|" * (chunks - 2)
-        return 2 * chunks - 2, f"--pipeline-model-parallel-layout Et|{inner}tL"
-    return {1: 3}.get(chunks, 2 * chunks), ""
+        inner = "t|" * (chunks - 2)
+        return chunks + 1, f"--pipeline-model-parallel-layout Et|{inner}ttL"
+    return single * chunks, ""
 
 
 def arguments(config: Config) -> str:

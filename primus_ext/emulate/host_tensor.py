@@ -33,12 +33,20 @@ class HostTensor(torch.Tensor):
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
     ) -> Any:
-        """Compute on the host, unless a tensor without storage takes part."""
-        if any(isinstance(t, FakeTensor) for t in tree_iter((args, kwargs))):
+        """Compute on the host, unless a tensor of the device takes part."""
+        if any(_on_device(t) for t in tree_iter((args, kwargs))):
             args, named = tree_map_only(HostTensor, _plain, (args, dict(kwargs or {})))
             return func(*args, **named)
         with host_values():
             return super().__torch_function__(func, types, args, kwargs or {})
+
+
+def _on_device(value: Any) -> bool:
+    """Without storage or, where all tensors are real, not marked as the host's."""
+    if isinstance(value, FakeTensor):
+        return True
+    fake = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)
+    return fake is None and isinstance(value, torch.Tensor) and not isinstance(value, HostTensor)
 
 
 def _plain(value: torch.Tensor) -> torch.Tensor:

@@ -21,6 +21,8 @@ from primus_ext.observe.allocations import Kinds, Log, Logs
 from primus_ext.trace import Call, Op, ScopeKind
 
 _current: list[Recorder] = []
+_MADE = (torch.ops.aten.lift_fresh.default,)
+"""Views by their schema that are all a mode sees of a new tensor: ``torch.tensor(value)``."""
 
 
 @functools.cache
@@ -149,7 +151,7 @@ class Recorder(TorchDispatchMode):
     ) -> Any:
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
-        if func.namespace == "prim" or getattr(func, "is_view", False):
+        if func.namespace == "prim" or (getattr(func, "is_view", False) and func not in _MADE):
             return out
         produced = [t for t in tree_iter(out) if isinstance(t, torch.Tensor)]
         if self._fused_depth:

@@ -185,7 +185,9 @@ def _record(
             dataclasses.replace(chunk, memory=memory_in_flight)
             for chunk, memory_in_flight in zip(chunks, sizes_in_flight, strict=True)
         )
-    ops = probe.labelled_ops(recorder, makers, bare, config, chunks)
+    ops = tuple(recorder.ops)
+    if session.current().request.get("origins", True):
+        ops = probe.labelled_ops(recorder, makers, bare, config, chunks)
     local, total, active = parts.counts(bare, args, config)
     return RankTrace(
         rank=rank,

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from primus_ext.emulate import virtual_peers
-from primus_ext.emulate.host_tensor import host_values
+from primus_ext.emulate.host_tensor import host_values, keep
 from primus_ext.frameworks.megatron import microbatch, rank, routing, whole_rank
 from primus_ext.observe.allocator_meter import AllocatorMeter, Metered
 
@@ -117,7 +117,11 @@ def _force_balance() -> None:
 
     def counted_on_host(self: Any, routing_map: torch.Tensor) -> torch.Tensor:
         with host_values():
-            return preprocess(self, routing_map)
+            counts = preprocess(self, routing_map)
+        by_expert = getattr(self, "num_global_tokens_per_local_expert", None)
+        if by_expert is not None:
+            self.num_global_tokens_per_local_expert = keep(by_expert)
+        return keep(counts)
 
     TopKRouter.forward = balanced
     MoEAlltoAllTokenDispatcher.preprocess = counted_on_host
