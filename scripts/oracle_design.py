@@ -2,9 +2,10 @@
 """The covering design of the oracle of memory: small jobs in which every legal pair of knob
 values occurs, written to ``validation/memory_oracle.yaml``.
 
-``python scripts/oracle_design.py [--check]``.  Greedy (after AETG, Cohen et al. 1997): of several
+``python scripts/oracle_design.py [--check] [--fresh]``.  Greedy (after AETG, Cohen et al. 1997): of several
 random completions of an uncovered pair the one that covers most new pairs is taken.  The seed is
-fixed, so the file is the same everywhere.
+fixed, so the file is the same everywhere.  What the file holds and is still legal is kept, so that
+a new value of a knob does not make every result worthless (``--fresh`` starts anew).
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import argparse
 import itertools
 import random
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -139,6 +140,7 @@ COMMON = (
     "--num-attention-heads 8 --seq-length 128 --max-position-embeddings 128 "
     "--make-vocab-size-divisible-by 128"
 )
+GROUPED = ("grouped", "shared", "dense first")
 EXPERTS = "--num-experts 8 --moe-router-topk 2 --moe-ffn-hidden-size 256"
 
 
@@ -190,6 +192,9 @@ RULES: list[Rule] = [
     ("cuDNN: dropout in a window is left to the unfused attention, which has no cp",
      ("cp", "attention", "dropout"),
      lambda cp, attention, dropout: cp == "1" or attention != "window" or dropout == "0"),
+    ("Megatron: biases of experts need etp 1", ("mlp", "activation", "ep", "tp"),
+     lambda mlp, activation, ep, tp: mlp == "dense" or activation != "gelu bias" or tp == "1"
+     or ep == "2 etp1"),
     ("Megatron: delayed scaling can't recompute norms", ("recompute", "precision"),
      lambda recompute, precision: (recompute, precision) != ("norms", "fp8 delayed")),
 ]  # fmt: skip
@@ -252,10 +257,15 @@ def legal_pairs() -> set[Pair]:
     return found
 
 
-def design() -> list[Config]:
-    """Configurations that cover every legal pair, and every value :data:`AT_LEAST` times."""
+def design(kept: Sequence[Config] = ()) -> list[Config]:
+    """Configurations that cover every legal pair, and every value :data:`AT_LEAST` times.
+
+    Args:
+        kept: Configurations to start from; those that a rule forbids are left out.
+    """
     rng = random.Random(SEED)
-    missing, found = legal_pairs(), []
+    found = [c for c in kept if c.keys() == KNOBS.keys() and all(legal(c, k) for k in c)]
+    missing = legal_pairs().difference(*map(pairs_of, found))
     while missing:
         pair = min(missing)
         candidates = [complete(dict(pair), rng) for _ in range(TRIES)]
@@ -312,23 +322,31 @@ def layers(config: Config) -> tuple[int, str]:
     return single * chunks, ""
 
 
+def recomputed(config: Config) -> list[str]:
+    """Arguments of recomputation; which modules there are depends on the MLP."""
+    mlp, words = config["mlp"], [KNOBS["recompute"][config["recompute"]]]
+    if config["recompute"] == "mlp":
+        words += ["mlp"] if mlp == "dense" else ["moe"] if mlp != "dense first" else ["mlp", "moe"]
+    if config["recompute"] == "norms" and mlp in GROUPED:
+        words.append("moe_act")
+    return words
+
+
 def arguments(config: Config) -> str:
     """Megatron's arguments of a configuration."""
     size = degrees(config)
     count, split = layers(config)
     words = [COMMON, split, f"--num-layers {count}"]
-    words += [values[config[knob]] for knob, values in KNOBS.items()]
+    words += [values[config[knob]] for knob, values in KNOBS.items() if knob != "recompute"]
     if config["stages"] == "layout":  # its columns are the chunks
         words = [w.partition(" --num-virtual")[0] for w in words]
-    experts = config["mlp"] != "dense"
-    if experts:
+    words += recomputed(config)
+    if config["mlp"] != "dense":
         words.append(EXPERTS)
+    if config["mlp"] in GROUPED and config["activation"] == "gelu bias":
+        words.append("--no-bias-dropout-fusion")
     if config["mlp"] == "dense first":
         words.append(f"--moe-layer-freq ([0]*1+[1]*{count - 1})")
-    if config["recompute"] == "mlp":
-        words.append("moe" if experts and config["mlp"] != "dense first" else "mlp")
-    if config["recompute"] == "norms" and config["mlp"] in ("grouped", "shared", "dense first"):
-        words.append("moe_act")
     more = 2 * size["pp"] if size["vpp"] > 1 else size["pp"] + (size["pp"] + 1) // 2
     number = {"fewer": max(1, size["pp"] // 2), "equal": size["pp"], "more": more}
     microbatches = number[config["microbatches"]]
@@ -336,10 +354,10 @@ def arguments(config: Config) -> str:
     return " ".join(w for w in words if w)
 
 
-def entries() -> list[dict[str, Any]]:
+def entries(kept: Sequence[Config] = ()) -> list[dict[str, Any]]:
     """The design as it is written: id, world, knobs, arguments, least compute capability."""
     found = []
-    for number, config in enumerate(design(), 1):
+    for number, config in enumerate(design(kept), 1):
         size = degrees(config)
         found.append(
             {
@@ -354,13 +372,16 @@ def entries() -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    """Write the design, or check that the committed one is this."""
+    """Write the design, or check that the committed one needs no change."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--check", action="store_true", help="only compare with the file")
+    parser.add_argument("--fresh", action="store_true", help="keep no configuration of the file")
+    options = parser.parse_args()
+    kept = [] if options.fresh else [e["knobs"] for e in yaml.safe_load(DESIGN.read_text())]
     text = "# Made by scripts/oracle_design.py; not to be edited.\n" + yaml.safe_dump(
-        entries(), sort_keys=False, width=100
+        entries(kept), sort_keys=False, width=100
     )
-    if parser.parse_args().check:
+    if options.check:
         sys.exit(0 if DESIGN.read_text() == text else f"{DESIGN} is not what the script makes")
     DESIGN.write_text(text)
 
