@@ -344,7 +344,7 @@ def arguments(config: Config) -> str:
     if config["mlp"] != "dense":
         words.append(EXPERTS)
     if config["mlp"] in GROUPED and config["activation"] == "gelu bias":
-        words.append("--no-bias-dropout-fusion")
+        words.append("--no-bias-dropout-fusion --no-bias-gelu-fusion")
     if config["mlp"] == "dense first":
         words.append(f"--moe-layer-freq ([0]*1+[1]*{count - 1})")
     more = 2 * size["pp"] if size["vpp"] > 1 else size["pp"] + (size["pp"] + 1) // 2

@@ -61,16 +61,21 @@ def _each_my_share(outputs: Iterable[torch.Tensor], mine: Iterable[torch.Tensor]
         _my_share(output, sent)
 
 
-def _random(output: torch.Tensor, _: Any) -> None:
-    if output.dtype.is_floating_point and output.dtype.itemsize > 1:
-        output.normal_()
+def random_values(tensor: torch.Tensor) -> None:
+    """Overwrite a tensor: floating-point numbers around 0, zeros where they have 8 bits or none."""
+    if tensor.dtype.is_floating_point and tensor.dtype.itemsize > 1:
+        tensor.normal_()
     else:
-        output.zero_()
+        tensor.zero_()
+
+
+def _random(output: torch.Tensor, _: Any) -> None:
+    random_values(output)
 
 
 def _each_random(outputs: Iterable[torch.Tensor], _: Any) -> None:
     for output in outputs:
-        _random(output, None)
+        random_values(output)
 
 
 _FILLED: dict[str, Callable[..., None]] = {

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from primus_ext.emulate import virtual_peers
+from primus_ext.emulate import device_kernels, virtual_peers
 from primus_ext.emulate.host_tensor import host_values, keep
 from primus_ext.frameworks.megatron import microbatch, rank, routing, whole_rank
 from primus_ext.observe.allocator_meter import AllocatorMeter, Metered
@@ -75,6 +75,7 @@ def peak(
     microbatch.batches = _batches
     _force_balance()
     virtual_peers.answer()
+    device_kernels.write_random_values()
     found = rank.run(original, call, member, whole_rank._two_steps, observer)
     assert observer.metered is not None
     sizes: dict[tuple[int, str], int] = {}
