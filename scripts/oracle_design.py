@@ -1,11 +1,11 @@
 #!/usr/bin/env python
-"""The covering design of the oracle of memory: small jobs in which every legal pair of knob
-values occurs, written to ``validation/memory_oracle.yaml``.
+"""The covering design of the oracle of memory, ``validation/memory_oracle.yaml``.
 
-``python scripts/oracle_design.py [--check] [--fresh]``.  Greedy (after AETG, Cohen et al. 1997): of several
-random completions of an uncovered pair the one that covers most new pairs is taken.  The seed is
-fixed, so the file is the same everywhere.  What the file holds and is still legal is kept, so that
-a new value of a knob does not make every result worthless (``--fresh`` starts anew).
+``python scripts/oracle_design.py [--check] [--fresh]``: small jobs in which every legal pair of
+knob values occurs.  Greedy (after AETG, Cohen et al. 1997): of several random completions of an
+uncovered pair the one that covers most new pairs is taken.  The seed is fixed, so the file is the
+same everywhere.  What the file holds and is still legal is kept, so that a new value of a knob
+does not make every result worthless (``--fresh`` starts anew).
 """
 
 from __future__ import annotations
@@ -121,6 +121,7 @@ KNOBS: dict[str, dict[str, str]] = {
         "fp32": "",
         "fp8 delayed": "--bf16 " + RECIPE.format("hybrid", "delayed"),
         "fp8 tensorwise": "--bf16 " + RECIPE.format("hybrid", "tensorwise"),
+        "fp8 gathered": "--bf16 --fp8-param-gather " + RECIPE.format("hybrid", "tensorwise"),
         "fp8 blockwise": "--bf16 " + RECIPE.format("e4m3", "blockwise"),
         "mxfp8": "--bf16 " + RECIPE.format("e4m3", "mxfp8"),
         "nvfp4": "--bf16 --fp4-format e2m1 --fp4-recipe nvfp4",
@@ -192,6 +193,8 @@ RULES: list[Rule] = [
     ("cuDNN: dropout in a window is left to the unfused attention, which has no cp",
      ("cp", "attention", "dropout"),
      lambda cp, attention, dropout: cp == "1" or attention != "window" or dropout == "0"),
+    ("Megatron: only a distributed optimizer gathers FP8 parameters", ("optimizer", "precision"),
+     lambda optimizer, precision: precision != "fp8 gathered" or not optimizer.startswith("plain")),
     ("Megatron: biases of experts need etp 1", ("mlp", "activation", "ep", "tp"),
      lambda mlp, activation, ep, tp: mlp == "dense" or activation != "gelu bias" or tp == "1"
      or ep == "2 etp1"),

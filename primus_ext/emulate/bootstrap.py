@@ -28,8 +28,9 @@ def main(request_path: str) -> None:
             ``frameworks``: modules that hook entry points.  ``result``: where the answer goes.
             Optional: ``name`` of the model; ``ranks``, global ranks to run instead of one of each
             kind; ``whole``, run Megatron's own loop for them and report its peak; ``storage``,
-            ``real`` for tensors with data (small jobs); ``origins``, False to leave out where
-            dimensions come from, which takes half of the time.
+            ``real`` for tensors with data (small jobs); ``rendezvous``, the file over which real
+            processes meet that are the ranks (gloo; with ``whole`` and ``storage=real``);
+            ``origins``, False to leave out where dimensions come from, half of the time.
     """
     answer(json.loads(Path(request_path).read_text()))
 

@@ -9,7 +9,7 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
-from primus_ext.emulate import session, tripwire, virtual_world
+from primus_ext.emulate import real_peers, session, tripwire, virtual_world
 from primus_ext.frameworks.megatron import memory, microbatch, parts, plans, probe, roles
 from primus_ext.observe.recorder import Recorder
 from primus_ext.observe.scopes import Scopes
@@ -74,7 +74,10 @@ def run(
     local_size = int(request["gpus_per_node"])
     args.rank, args.local_rank = rank, rank % local_size
     _forget_outputs(args, call.arguments["cfg_container"])
-    virtual_world.join(rank, args.world_size, local_size)
+    if "rendezvous" in request:
+        real_peers.join(rank, args.world_size, request["rendezvous"])
+    else:
+        virtual_world.join(rank, args.world_size, local_size)
 
     recorder = observer or Recorder({})
     initialize, setup = training.initialize_megatron, training.setup_model_and_optimizer

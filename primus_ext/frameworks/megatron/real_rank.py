@@ -1,6 +1,7 @@
 """The whole rank with real tensors on this CPU, metered by PyTorch's own allocator events.
 
-The other ranks stay virtual, and routing is forced to be balanced as in the virtual run.
+The other ranks stay virtual, unless the request has a ``rendezvous``: then they are real processes
+(gloo) that run the same.  Routing is forced to be balanced, as in the virtual run.
 """
 
 from __future__ import annotations
@@ -12,11 +13,13 @@ from typing import Any
 
 import torch
 
-from primus_ext.emulate import device_kernels, virtual_peers
+from primus_ext.emulate import device_kernels, session, virtual_peers
 from primus_ext.emulate.host_tensor import host_values, keep
-from primus_ext.frameworks.megatron import microbatch, rank, routing, whole_rank
+from primus_ext.frameworks.megatron import microbatch, rank, whole_rank
 from primus_ext.observe.allocator_meter import AllocatorMeter, Metered
 
+_SPLITS = ("input_splits", "output_splits", "output_splits_tp")
+"""What the dispatcher hands to collectives as lists; on the CPU it would leave tensors."""
 LARGEST = 40
 """Blocks of the peak that are reported, the largest first."""
 
@@ -74,7 +77,8 @@ def peak(
     observer = Observer()
     microbatch.batches = _batches
     _force_balance()
-    virtual_peers.answer()
+    if "rendezvous" not in session.current().request:
+        virtual_peers.answer()
     device_kernels.write_random_values()
     found = rank.run(original, call, member, whole_rank._two_steps, observer)
     assert observer.metered is not None
@@ -103,6 +107,12 @@ def _batches(args: Any) -> Iterator[dict[str, torch.Tensor]]:
         }
 
 
+def _balanced(tokens: int, experts: int, topk: int) -> torch.Tensor:
+    """Routing map ``[tokens, experts]`` (bool): every token goes to the next experts in turn."""
+    chosen = (torch.arange(tokens * topk) % experts).view(tokens, topk)
+    return torch.zeros(tokens, experts, dtype=torch.bool).scatter_(1, chosen, True)
+
+
 def _force_balance() -> None:
     """Routers choose what the virtual run assumes; the host's counts are not device memory."""
     from megatron.core.transformer.moe.router import TopKRouter
@@ -113,12 +123,16 @@ def _force_balance() -> None:
     def balanced(self: Any, *args: Any, **kwargs: Any) -> Any:
         probs, chosen = forward(self, *args, **kwargs)
         with host_values():
-            chosen.copy_(routing.balanced_map(*chosen.shape, self.config.moe_router_topk))
+            chosen.copy_(_balanced(*chosen.shape, self.config.moe_router_topk))
         return probs, chosen
 
     def counted_on_host(self: Any, routing_map: torch.Tensor) -> torch.Tensor:
         with host_values():
             counts = preprocess(self, routing_map)
+            for name in _SPLITS:
+                value = getattr(self, name, None)
+                if isinstance(value, torch.Tensor):
+                    setattr(self, name, value.numpy())
         by_expert = getattr(self, "num_global_tokens_per_local_expert", None)
         if by_expert is not None:
             self.num_global_tokens_per_local_expert = keep(by_expert)
