@@ -6,7 +6,8 @@
 
 * composed: what a projection says (``memory.per_role[].peak_bytes``);
 * virtual: Megatron's own loop on that rank, tensors without storage, metered by our recorder;
-* real: the same with real tensors on this machine, metered by PyTorch's allocator events.
+* real: the same with real tensors on this machine, metered by PyTorch's allocator events;
+* gloo (``--sides gloo``, jobs of at most 4 ranks): that with every rank a process of its own.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,7 @@ DESIGN = ROOT / "validation" / "memory_oracle.yaml"
 TABLE = ROOT / "validation" / "memory_oracle.csv"
 PROGRAM = "primus_ext.frameworks.megatron.gpt_program"
 SIDES = ("composed", "virtual", "real")
+GLOO, MOST_PROCESSES = "gloo", 4
 SLICE = 4
 """Configurations that one process answers; their results are kept when it ends."""
 TARGETS = {(9, 0): "h100", (10, 0): "b200"}
@@ -61,9 +63,24 @@ def request(entry: dict[str, Any], side: str, work: Path) -> dict[str, Any]:
     }
     if side != "composed":
         asked |= {"whole": True, "ranks": [s * world // stages for s in range(stages)]}
-    if side == "real":
+    if side in ("real", GLOO):
         asked["storage"] = "real"
     return asked
+
+
+def processes(entry: dict[str, Any], work: Path) -> list[dict[str, Any]]:
+    """Requests of all ranks of a configuration that meet over gloo."""
+    shared = request(entry, GLOO, work)
+    base = Path(shared["result"])
+    return [
+        shared
+        | {
+            "ranks": [rank],
+            "rendezvous": str(base.with_suffix(".meet")),
+            "result": str(base.with_suffix(f".{rank}.json")),
+        }
+        for rank in range(entry["world"])
+    ]
 
 
 def work_of(entry: dict[str, Any]) -> int:
@@ -104,22 +121,50 @@ def run(entries: Iterable[dict[str, Any]], sides: Iterable[str], work: Path) -> 
             answer(requests[start : start + size], work)
 
 
+def run_gloo(entries: Iterable[dict[str, Any]], work: Path) -> None:
+    """Run the small jobs with all their ranks, one job after the other."""
+    for entry in entries:
+        path = answer_path(entry, GLOO, work)
+        if entry["world"] > MOST_PROCESSES or path.exists():
+            continue
+        asked = processes(entry, work)
+        Path(asked[0]["rendezvous"]).unlink(missing_ok=True)
+        running = []
+        for rank, one in enumerate(asked):
+            file = work / f"requests.{rank}.json"
+            file.write_text(json.dumps([one]))
+            running.append(start(file))
+        for process in running:
+            process.wait()
+        stages, world = stage_count(entry), entry["world"]
+        found = [json.loads(Path(one["result"]).read_text()) for one in asked]
+        bad = [f for f in found if f["status"] != "ok"]
+        firsts = [found[stage * world // stages] for stage in range(stages)]
+        whole = bad[0] if bad else {**firsts[0], "traces": [f["traces"][0] for f in firsts]}
+        path.write_text(json.dumps(whole))
+
+
+def start(requests: Path) -> subprocess.Popen[bytes]:
+    """Start a process over requests that are alike."""
+    return subprocess.Popen(
+        [sys.executable, "-m", "primus_ext.emulate.batch", str(requests)],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+
+
 def answer(requests: list[dict[str, Any]], work: Path) -> None:
     """Run one process over requests that are alike."""
     path = work / "requests.json"
     path.write_text(json.dumps(requests))
-    subprocess.run(
-        [sys.executable, "-m", "primus_ext.emulate.batch", str(path)],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        check=True,
-    )
+    if start(path).wait():
+        sys.exit(f"the emulation of {path} ended with an error")
 
 
 def peaks(entry: dict[str, Any], side: str, work: Path) -> list[int] | str:
     """Peak of every role, or why there is none."""
     path = answer_path(entry, side, work)
     if not path.exists():
-        return "no answer"
+        return "-"
     found = json.loads(path.read_text())
     if found["status"] != "ok":
         return str(found["message"])
@@ -139,15 +184,31 @@ def rows(entries: Iterable[dict[str, Any]], work: Path) -> list[dict[str, Any]]:
     """One row a role: the peaks and their differences."""
     table: list[dict[str, Any]] = []
     for entry in entries:
-        found = {side: peaks(entry, side, work) for side in SIDES}
+        found = {side: peaks(entry, side, work) for side in (*SIDES, GLOO)}
         for role in range(stage_count(entry)):
             row: dict[str, Any] = {"id": entry["id"], "role": f"pp stage {role}"}
             for side, values in found.items():
                 row[side] = values[role] if isinstance(values, list) else values
             row["virtual - composed"] = difference(row["virtual"], row["composed"])
             row["real - virtual"] = difference(row["real"], row["virtual"])
+            row["gloo - real"] = difference(row[GLOO], row["real"])
+            row["reason"] = reason(entry, row)
             table.append(row)
     return table
+
+
+def reason(entry: dict[str, Any], row: dict[str, Any]) -> str:
+    """Why the peaks of a row differ; "" where nothing is known, or nothing differs."""
+    return "; ".join(
+        sentence
+        for column, sentence, applies in REASONS
+        if isinstance(row[column], int) and row[column] and applies(entry["knobs"], row[column])
+    )
+
+
+Reason = tuple[str, str, Callable[[dict[str, str], int], bool]]
+REASONS: list[Reason] = []
+"""Column, sentence, and whether it applies to a configuration and a difference in bytes."""
 
 
 def difference(one: Any, other: Any) -> int | str:
@@ -159,14 +220,16 @@ def main() -> None:
     """Run and write the table."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", nargs="+", help="ids of configurations")
-    parser.add_argument("--sides", nargs="+", default=SIDES, choices=SIDES)
+    parser.add_argument("--sides", nargs="+", default=SIDES, choices=(*SIDES, GLOO))
     parser.add_argument("--work", type=Path, default=ROOT / "outputs" / "memory_oracle")
     options = parser.parse_args()
     work = options.work.resolve()
     work.mkdir(parents=True, exist_ok=True)
     entries = yaml.safe_load(DESIGN.read_text())
     chosen = [e for e in entries if options.only is None or e["id"] in options.only]
-    run(chosen, options.sides, work)
+    run(chosen, [side for side in options.sides if side != GLOO], work)
+    if GLOO in options.sides:
+        run_gloo(chosen, work)
     with TABLE.open("w", newline="") as file:
         writer = csv.DictWriter(file, list(rows(entries[:1], work)[0]), lineterminator="\n")
         writer.writeheader()
