@@ -23,6 +23,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
+from torch._C._profiler import _ExperimentalConfig, _RecordFunctionFast
 
 FUSED = "primus_ext::fused"
 """Name of the region of a function that is one kernel on the device."""
@@ -36,7 +37,7 @@ NUMBER_BYTES = 16
 
 def region(name: str) -> contextlib.AbstractContextManager[Any]:
     """A named region for the meter; outside of a profile it costs next to nothing."""
-    return torch._C._profiler._RecordFunctionFast(name)
+    return _RecordFunctionFast(name)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -80,7 +81,7 @@ class AllocatorMeter:
     """Profiles from :meth:`start` on; what other threads allocate is not seen."""
 
     def __init__(self) -> None:
-        config = torch._C._profiler._ExperimentalConfig(capture_overload_names=True)
+        config = _ExperimentalConfig(capture_overload_names=True)
         self._profile = torch.profiler.profile(
             activities=[torch.profiler.ProfilerActivity.CPU],
             profile_memory=True,

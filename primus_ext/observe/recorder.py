@@ -87,6 +87,20 @@ class LiveBytes:
         if size:
             self.logs.freed(key)
 
+    def resized(self, storage: torch.UntypedStorage) -> None:
+        """Count a storage with the size that it has now; no operator tells of that."""
+        key = storage._cdata
+        if key not in self._storages:
+            return
+        ref, before, epoch = self._storages[key]
+        size = storage.nbytes()
+        self._storages[key] = (ref, size, epoch)
+        self.live += size - before
+        if epoch == self._epoch:
+            self.fresh += size - before
+        self.peak = max(self.peak, self.live)
+        self.fresh_peak = max(self.fresh_peak, self.fresh)
+
     def mark(self) -> None:
         """From now on storages are fresh; those that live already no longer are."""
         self._epoch += 1

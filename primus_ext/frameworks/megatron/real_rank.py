@@ -122,8 +122,9 @@ def _force_balance() -> None:
 
     def balanced(self: Any, *args: Any, **kwargs: Any) -> Any:
         probs, chosen = forward(self, *args, **kwargs)
+        tokens, experts = chosen.shape
         with host_values():
-            chosen.copy_(_balanced(*chosen.shape, self.config.moe_router_topk))
+            chosen.copy_(_balanced(tokens, experts, self.config.moe_router_topk))
         return probs, chosen
 
     def counted_on_host(self: Any, routing_map: torch.Tensor) -> torch.Tensor:
