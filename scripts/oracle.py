@@ -35,6 +35,9 @@ TABLE = ROOT / "validation" / "memory_oracle.csv"
 PROGRAM = "primus_ext.frameworks.megatron.gpt_program"
 SIDES = ("composed", "virtual", "real")
 GLOO, MOST_PROCESSES = "gloo", 4
+NOT_RUN = "-"
+COLUMNS: tuple[str, ...] = ("id", "role", *SIDES, GLOO, "virtual - composed", "real - virtual", "gloo - real",
+           "reason")  # fmt: skip
 SLICE = 4
 """Configurations that one process answers; their results are kept when it ends."""
 TARGETS = {(9, 0): "h100", (10, 0): "b200"}
@@ -161,30 +164,34 @@ def answer(requests: list[dict[str, Any]], work: Path) -> None:
 
 
 def peaks(entry: dict[str, Any], side: str, work: Path) -> list[int] | str:
-    """Peak of every role, or why there is none."""
+    """Peak of every role, or why there is none (:data:`NOT_RUN`, or what refuses it)."""
     path = answer_path(entry, side, work)
     if not path.exists():
-        return "-"
+        return NOT_RUN
     found = json.loads(path.read_text())
     if found["status"] != "ok":
         return str(found["message"])
     if side != "composed":
         return [trace["peak_bytes"] for trace in found["traces"]]
     cluster = load_cluster(TARGETS[tuple(entry["capability"])], entry["world"], 1)
-    projected = compose.project(
-        trace_io.plan_from_plain(found["plan"]),
-        trace_io.traces_from_plain(found["traces"]),
-        cluster,
-        mode="simulate",
-    )
+    plan, traces = found["plan"], found["traces"]
+    try:
+        projected = compose.project(
+            trace_io.plan_from_plain(plan), trace_io.traces_from_plain(traces), cluster,
+            mode="simulate",
+        )  # fmt: skip
+    except ValueError as error:  # of the plan, the schedule or the target
+        return str(error)
     return [role.peak_bytes for role in projected.memory.per_role]
 
 
 def rows(entries: Iterable[dict[str, Any]], work: Path) -> list[dict[str, Any]]:
-    """One row a role: the peaks and their differences."""
+    """One row a role of every configuration that was run: the peaks and their differences."""
     table: list[dict[str, Any]] = []
     for entry in entries:
         found = {side: peaks(entry, side, work) for side in (*SIDES, GLOO)}
+        if NOT_RUN in [found[side] for side in SIDES]:
+            continue
         for role in range(stage_count(entry)):
             row: dict[str, Any] = {"id": entry["id"], "role": f"pp stage {role}"}
             for side, values in found.items():
@@ -207,7 +214,19 @@ def reason(entry: dict[str, Any], row: dict[str, Any]) -> str:
 
 
 Reason = tuple[str, str, Callable[[dict[str, str], int], bool]]
-REASONS: list[Reason] = []
+REASONS: list[Reason] = [
+    (
+        "virtual - composed",
+        "FP32 copies of BF16 gradients live in the optimizer's step alone; composed counts them "
+        "beside the activations",
+        lambda knobs, size: knobs["gradients"] == "reduced in bf16" and size < 0,
+    ),
+    (
+        "virtual - composed",
+        "a scalar",
+        lambda _, size: 0 < size <= 4,
+    ),
+]
 """Column, sentence, and whether it applies to a configuration and a difference in bytes."""
 
 
@@ -231,7 +250,7 @@ def main() -> None:
     if GLOO in options.sides:
         run_gloo(chosen, work)
     with TABLE.open("w", newline="") as file:
-        writer = csv.DictWriter(file, list(rows(entries[:1], work)[0]), lineterminator="\n")
+        writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
         writer.writeheader()
         writer.writerows(rows(entries, work))
 

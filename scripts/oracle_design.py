@@ -97,6 +97,7 @@ KNOBS: dict[str, dict[str, str]] = {
         "swiglu": "--swiglu --disable-bias-linear",
         "gelu": "--disable-bias-linear",
         "gelu bias": "",
+        "squared relu": "--squared-relu --disable-bias-linear",
     },
     "norm": {"RMSNorm": "--normalization RMSNorm", "LayerNorm": "--normalization LayerNorm"},
     "embeddings": {"untied": "--untie-embeddings-and-output-weights", "tied": ""},
@@ -121,7 +122,6 @@ KNOBS: dict[str, dict[str, str]] = {
         "fp32": "",
         "fp8 delayed": "--bf16 " + RECIPE.format("hybrid", "delayed"),
         "fp8 tensorwise": "--bf16 " + RECIPE.format("hybrid", "tensorwise"),
-        "fp8 gathered": "--bf16 --fp8-param-gather " + RECIPE.format("hybrid", "tensorwise"),
         "fp8 blockwise": "--bf16 " + RECIPE.format("e4m3", "blockwise"),
         "mxfp8": "--bf16 " + RECIPE.format("e4m3", "mxfp8"),
         "nvfp4": "--bf16 --fp4-format e2m1 --fp4-recipe nvfp4",
@@ -193,8 +193,8 @@ RULES: list[Rule] = [
     ("cuDNN: dropout in a window is left to the unfused attention, which has no cp",
      ("cp", "attention", "dropout"),
      lambda cp, attention, dropout: cp == "1" or attention != "window" or dropout == "0"),
-    ("Megatron: only a distributed optimizer gathers FP8 parameters", ("optimizer", "precision"),
-     lambda optimizer, precision: precision != "fp8 gathered" or not optimizer.startswith("plain")),
+    ("Megatron: shared experts have no biases", ("mlp", "activation"),
+     lambda mlp, activation: (mlp, activation) != ("shared", "gelu bias")),
     ("Megatron: biases of experts need etp 1", ("mlp", "activation", "ep", "tp"),
      lambda mlp, activation, ep, tp: mlp == "dense" or activation != "gelu bias" or tp == "1"
      or ep == "2 etp1"),
@@ -267,7 +267,10 @@ def design(kept: Sequence[Config] = ()) -> list[Config]:
         kept: Configurations to start from; those that a rule forbids are left out.
     """
     rng = random.Random(SEED)
-    found = [c for c in kept if c.keys() == KNOBS.keys() and all(legal(c, k) for k in c)]
+    found = [
+        c for c in kept
+        if c.keys() == KNOBS.keys() and all(c[k] in KNOBS[k] and legal(c, k) for k in c)
+    ]
     missing = legal_pairs().difference(*map(pairs_of, found))
     while missing:
         pair = min(missing)
