@@ -36,8 +36,8 @@ PROGRAM = "primus_ext.frameworks.megatron.gpt_program"
 SIDES = ("composed", "virtual", "real")
 GLOO, MOST_PROCESSES = "gloo", 4
 NOT_RUN = "-"
-COLUMNS: tuple[str, ...] = ("id", "role", *SIDES, GLOO, "virtual - composed", "real - virtual", "gloo - real",
-           "reason")  # fmt: skip
+DIFFERENCES = ("virtual - composed", "real - virtual", "gloo - real")
+COLUMNS: tuple[str, ...] = ("id", "role", *SIDES, GLOO, *DIFFERENCES, "reason")
 SLICE = 4
 """Configurations that one process answers; their results are kept when it ends."""
 TARGETS = {(9, 0): "h100", (10, 0): "b200"}
