@@ -68,6 +68,14 @@ def test_a_number_that_becomes_a_tensor_stays_on_the_host() -> None:
     assert metered(work).peak_bytes == 80
 
 
+def test_a_random_state_stays_on_the_host() -> None:
+    def work(meter: AllocatorMeter) -> list[torch.Tensor]:
+        meter.mark()
+        return [torch.ones(10), torch.get_rng_state()]
+
+    assert metered(work).peak_bytes == 40
+
+
 @pytest.mark.parametrize(("name", "peak"), [(FUSED, 80), (HOST, 40), ("other", 120)])
 def test_regions(name: str, peak: int) -> None:
     def work(meter: AllocatorMeter) -> list[torch.Tensor]:

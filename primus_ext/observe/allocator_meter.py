@@ -4,7 +4,7 @@ Independent of :mod:`primus_ext.observe.recorder`: no dispatch mode is active an
 looked at.  The events are the allocator's (address, bytes, time) and the operators' (name, start,
 end), of ``torch.profiler`` with ``profile_memory=True``.
 
-What a CPU allocates and a device would not is left out, by three rules:
+What a CPU allocates and a device would not is left out, by four rules:
 
 * Scratch: made inside an operator (as the dispatcher runs it below autograd, so ``aten::linear``
   is its parts) or inside a function that the device runs as one kernel (:data:`FUSED`), and freed
@@ -12,6 +12,8 @@ What a CPU allocates and a device would not is left out, by three rules:
 * Host: made inside :data:`HOST`, such as token counts that the host reads.
 * Numbers: a Python number in an operation becomes a tensor of at most 16 bytes, made by no
   operator (``c10::scalar_to_tensor``); kernels on a device take it as an argument.
+* Random states: a copy of a generator's state, made by no operator; it is a tensor of the host for
+  generators of a device as well.
 """
 
 from __future__ import annotations
@@ -180,8 +182,15 @@ def blocks(found: Iterable[Event]) -> Iterator[Block]:
             yield Block(made.size, made.time_ns, None, made.owner)
 
 
+@functools.cache
+def _random_state_bytes() -> int:
+    return torch.default_generator.get_state().untyped_storage().nbytes()
+
+
 def _on_device(made: Event, freed_ns: int | None) -> bool:
-    if made.in_host or (not made.owner and made.size <= NUMBER_BYTES):
+    if made.in_host:
+        return False
+    if not made.owner and (made.size <= NUMBER_BYTES or made.size == _random_state_bytes()):
         return False
     return freed_ns is None or freed_ns > made.owner_end_ns
 
