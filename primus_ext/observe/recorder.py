@@ -100,6 +100,10 @@ class LiveBytes:
             self.fresh += size - before
         self.peak = max(self.peak, self.live)
         self.fresh_peak = max(self.fresh_peak, self.fresh)
+        if before:
+            self.logs.freed(key)
+        if size:
+            self.logs.allocated(key, self._kind_of(size, "resize_"))
 
     def mark(self) -> None:
         """From now on storages are fresh; those that live already no longer are."""
