@@ -10,7 +10,7 @@ import tempfile
 import traceback
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 T = TypeVar("T")
 PROGRESS = "PRIMUS_EXT_PROGRESS"
@@ -80,7 +80,7 @@ class Session:
             raise ProgramError(value)
         raise RuntimeError(value)
 
-    def finish(self, plan: Any, program: Any, traces: list[Any]) -> None:
+    def finish(self, plan: Any, program: Any, traces: list[Any]) -> NoReturn:
         """Write the answer and leave the process; nothing of the user's program runs after."""
         self._write(
             {
@@ -93,7 +93,7 @@ class Session:
         )
         self._leave(0)
 
-    def fail(self, exit_code: int, message: str) -> None:
+    def fail(self, exit_code: int, message: str) -> NoReturn:
         """Write why there is no answer and leave the process."""
         self._write({"status": "error", "exit_code": exit_code, "message": message})
         self._leave(exit_code)
@@ -105,7 +105,7 @@ class Session:
         partial.replace(path)
 
     @staticmethod
-    def _leave(code: int) -> None:
+    def _leave(code: int) -> NoReturn:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)

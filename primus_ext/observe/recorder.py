@@ -21,6 +21,8 @@ from primus_ext.observe.allocations import Kinds, Log, Logs
 from primus_ext.trace import Call, Op, ScopeKind
 
 _current: list[Recorder] = []
+_MADE = (torch.ops.aten.lift_fresh.default,)
+"""Views by their schema that are all a mode sees of a new tensor: ``torch.tensor(value)``."""
 
 
 @functools.cache
@@ -84,6 +86,24 @@ class LiveBytes:
             self.fresh -= size
         if size:
             self.logs.freed(key)
+
+    def resized(self, storage: torch.UntypedStorage) -> None:
+        """Count a storage with the size that it has now; no operator tells of that."""
+        key = storage._cdata
+        if key not in self._storages:
+            return
+        ref, before, epoch = self._storages[key]
+        size = storage.nbytes()
+        self._storages[key] = (ref, size, epoch)
+        self.live += size - before
+        if epoch == self._epoch:
+            self.fresh += size - before
+        self.peak = max(self.peak, self.live)
+        self.fresh_peak = max(self.fresh_peak, self.fresh)
+        if before:
+            self.logs.freed(key)
+        if size:
+            self.logs.allocated(key, self._kind_of(size, "resize_"))
 
     def mark(self) -> None:
         """From now on storages are fresh; those that live already no longer are."""
@@ -149,7 +169,7 @@ class Recorder(TorchDispatchMode):
     ) -> Any:
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
-        if func.namespace == "prim" or getattr(func, "is_view", False):
+        if func.namespace == "prim" or (getattr(func, "is_view", False) and func not in _MADE):
             return out
         produced = [t for t in tree_iter(out) if isinstance(t, torch.Tensor)]
         if self._fused_depth:

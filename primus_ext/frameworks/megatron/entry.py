@@ -46,7 +46,7 @@ def project(original: Callable[..., Any], call: inspect.BoundArguments) -> None:
         original: Megatron's own ``pretrain``.
         call: The user's arguments to it.
     """
-    from primus_ext.frameworks.megatron import plans, rank, roles, whole_rank
+    from primus_ext.frameworks.megatron import plans, rank, real_rank, roles, whole_rank
 
     active = session.current()
     try:
@@ -61,8 +61,10 @@ def project(original: Callable[..., Any], call: inspect.BoundArguments) -> None:
                 ((roles.pp_rank(r, arguments),), r) for r in active.request["ranks"]
             ]
         if active.request.get("whole"):
+            real = active.request.get("storage") == "real"
+            peak = real_rank.peak if real else whole_rank.peak
             wholes = [
-                active.in_fork(lambda r=r: whole_rank.peak(original, call, r))
+                active.in_fork(lambda r=r: peak(original, call, r))
                 for r in active.request["ranks"]
             ]
             active.finish(to_plain(plan), None, wholes)

@@ -9,7 +9,7 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
-from primus_ext.emulate import session, tripwire, virtual_world
+from primus_ext.emulate import real_peers, session, tripwire, virtual_world
 from primus_ext.frameworks.megatron import memory, microbatch, parts, plans, probe, roles
 from primus_ext.observe.recorder import Recorder
 from primus_ext.observe.scopes import Scopes
@@ -48,7 +48,11 @@ def trace(
 
 
 def run(
-    original: Callable[..., Any], call: inspect.BoundArguments, rank: int, loop: Loop
+    original: Callable[..., Any],
+    call: inspect.BoundArguments,
+    rank: int,
+    loop: Loop,
+    observer: Any = None,
 ) -> Any:
     """Be one rank of the job up to its training loop, and run ``loop`` instead.
 
@@ -60,6 +64,7 @@ def run(
         call: The user's arguments to it.
         rank: Global rank to be.
         loop: What runs where Megatron would train.
+        observer: Entered before the model is built, and given to ``loop``; by default a recorder.
     """
     import megatron.training.initialize as initialization
     import megatron.training.training as training
@@ -69,9 +74,12 @@ def run(
     local_size = int(request["gpus_per_node"])
     args.rank, args.local_rank = rank, rank % local_size
     _forget_outputs(args, call.arguments["cfg_container"])
-    virtual_world.join(rank, args.world_size, local_size)
+    if "rendezvous" in request:
+        real_peers.join(rank, args.world_size, request["rendezvous"])
+    else:
+        virtual_world.join(rank, args.world_size, local_size)
 
-    recorder = Recorder({})
+    recorder = observer or Recorder({})
     initialize, setup = training.initialize_megatron, training.setup_model_and_optimizer
     train = training.train
     world = contextlib.ExitStack()
@@ -182,7 +190,9 @@ def _record(
             dataclasses.replace(chunk, memory=memory_in_flight)
             for chunk, memory_in_flight in zip(chunks, sizes_in_flight, strict=True)
         )
-    ops = probe.labelled_ops(recorder, makers, bare, config, chunks)
+    ops = tuple(recorder.ops)
+    if session.current().request.get("origins", True):
+        ops = probe.labelled_ops(recorder, makers, bare, config, chunks)
     local, total, active = parts.counts(bare, args, config)
     return RankTrace(
         rank=rank,
