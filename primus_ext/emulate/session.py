@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import pickle
@@ -65,6 +66,7 @@ class Session:
         path = Path(name)
         sys.stdout.flush()
         sys.stderr.flush()
+        gc.freeze()  # what was imported stays; every collection in the copy would look through it
         pid = os.fork()
         if pid == 0:
             _run_and_leave(work, path)

@@ -9,7 +9,12 @@ from collections.abc import Callable
 from typing import Any
 
 from primus_ext.emulate import registry, session
-from primus_ext.frameworks.megatron import patches, routing  # noqa: F401  (declare)
+from primus_ext.frameworks.megatron import (  # noqa: F401  (declare)
+    chunk_sort,
+    patches,
+    routing,
+    world_patches,
+)
 from primus_ext.trace import RankTrace, to_plain
 
 SUPPORTED = ("0.19",)

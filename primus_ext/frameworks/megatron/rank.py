@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import gc
 import inspect
 from collections.abc import Callable
 from typing import Any
@@ -85,6 +86,8 @@ def run(
 
     def in_place_of_training(*a: Any, **k: Any) -> None:
         training.train = train
+        gc.collect()
+        gc.freeze()  # the model stays: collections between microbatches need not look through it
         bound = inspect.signature(train).bind(*a, **k)
         raise _Recorded(loop(recorder, rank, bound))
 
