@@ -28,7 +28,8 @@ def main(request_path: str) -> None:
             ``frameworks``: modules that hook entry points.  ``result``: where the answer goes.
             Optional: ``name`` of the model; ``ranks``, global ranks to run instead of one of each
             kind; ``whole``, run Megatron's own loop for them and report its peak; ``storage``,
-            ``real`` for tensors with data (small jobs).
+            ``real`` for tensors with data (small jobs); ``every_chunk``, record also those model
+            chunks that equal another one.
     """
     request = json.loads(Path(request_path).read_text())
     session = sessions.Session(request)
