@@ -13,6 +13,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
+from primus_ext.emulate.inputs import Inputs
+
 T = TypeVar("T")
 PROGRESS = "PRIMUS_EXT_PROGRESS"
 EXIT_CONFIG = 2
@@ -44,6 +46,7 @@ class Session:
         global _current
         self.request = request
         self.warnings: list[str] = []
+        self.inputs = Inputs(Path(request["result"]).parent)
         _current = self
 
     def progress(self, done: int, total: int, text: str) -> None:
@@ -91,6 +94,7 @@ class Session:
                 "program": program,
                 "traces": traces,
                 "warnings": self.warnings,
+                "inputs": self.inputs.manifest(),
             }
         )
         self._leave(0)

@@ -13,7 +13,7 @@ import numpy as np
 import yaml
 
 from primus_ext.frameworks import published
-from primus_ext.runner import child, emulation
+from primus_ext.runner import child, emulation, tracing
 from primus_ext.runner.outcome import UsageError
 
 GPT_PROGRAM = "primus_ext.frameworks.megatron.gpt_program"
@@ -102,7 +102,7 @@ def project_run(run: dict[str, Any], progress: Callable[[int, int, str], None]) 
             **emulation.question(cluster),
         }
         try:
-            answer = child.run(question, (), folder, folder / "child.log", progress)
+            answer = tracing.answer(question, (), folder, folder / "child.log", progress)
             projection = emulation.priced(answer, "simulate", cluster, [])
         except (child.ChildError, ValueError) as error:
             return dataclasses.replace(base, skipped=str(error))
