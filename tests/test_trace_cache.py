@@ -44,6 +44,7 @@ def test_the_key_is_everything_that_is_known_before(
     first = key(cache)
     again = {**REQUEST, "args": ["tp=2", "dir=/elsewhere/run"]}
     assert cache.key(again, ["-u"], {"A": "1"}, Path("/elsewhere")) == first
+    assert key(cache, {**REQUEST, "overrides_removed": ["+projection=on"]}) == first
     assert key(cache, SHLVL="3", SSH_TTY="x") == first
     changed = [
         key(cache, {**REQUEST, "args": ["tp=4"]}),
@@ -162,6 +163,19 @@ SMALL = (
 )
 
 
+APART = """
+import sys
+from pathlib import Path
+from primus_ext.runner import child, emulation, tracing
+child.BOOTSTRAP = "no.such.module"
+folder = Path({folder!r})
+answer = tracing.answer({request!r}, [], folder, folder / "log", lambda *_: None)
+projection = emulation.priced(answer, "simulate", emulation.load_cluster("h100", 1, 1), [])
+print(projection.memory.verdict)
+print([name for name in ("torch", "megatron") if name in sys.modules])
+"""
+
+
 def test_a_job_is_traced_once_until_a_file_of_it_changes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -187,6 +201,9 @@ def test_a_job_is_traced_once_until_a_file_of_it_changes(
     assert "was not run" in log.read_text()
     assert cached == {name: value for name, value in fresh.items() if name != "inputs"}
     assert {Path(p).name for p in fresh["inputs"]["hashes"]} >= set(contents)
+    code = APART.format(request=request, folder=tempfile.mkdtemp(dir=tmp_path))
+    apart = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert apart.stdout.splitlines() == ["fits", "[]"], apart.stderr
     for name, text in contents.items():
         (job / name).write_text(text + "\n")
         with pytest.raises(child.ChildError):

@@ -25,14 +25,16 @@ _WRITES = os.O_WRONLY | os.O_RDWR
 class Inputs:
     """Collects the files that this process opens for reading."""
 
-    def __init__(self, scratch: Path) -> None:
+    def __init__(self, scratch: Path, cwd: str) -> None:
         """Watch from now on (an audit hook can't be taken away again).
 
         Args:
             scratch: Folder of this run's own files, which are no input.
+            cwd: Where the program is started.
         """
         self._opened: set[str] = set()
         self._started = time.time_ns()
+        self._cwd = cwd
         self._outside = (f"{scratch}{os.sep}", *_NOT_FILES)
         sys.addaudithook(self._audit)
 
@@ -53,6 +55,7 @@ class Inputs:
             source = getattr(module, "__file__", None)
             if not isinstance(source, str) or not source.endswith(".py"):
                 continue
+            source = os.path.join(self._cwd, source)  # as scripts are named on command lines
             paths.add(source)
             if source.startswith(inside) and name.split(".")[0] in _FRAMEWORKS:
                 stats[source] = file_stat(Path(source))

@@ -46,7 +46,7 @@ class Session:
         global _current
         self.request = request
         self.warnings: list[str] = []
-        self.inputs = Inputs(Path(request["result"]).parent)
+        self.inputs = Inputs(Path(request["result"]).parent, request.get("cwd", ""))
         _current = self
 
     def progress(self, done: int, total: int, text: str) -> None:

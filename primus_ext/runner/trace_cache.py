@@ -42,6 +42,8 @@ _SESSION = frozenset(
         "LESSCLOSE", "PS1", "PROMPT_COMMAND", "TMPDIR", "PYTEST_CURRENT_TEST", VARIABLE,
     }
 )  # fmt: skip
+_TOLD = ("overrides_removed",)
+"""Parts of a request that the child does not act on."""
 _SESSION_PREFIXES = ("SSH_", "XDG_", "VSCODE_", "LC_", "DBUS_", "GPG_")
 
 
@@ -102,8 +104,9 @@ class TraceCache:
             for name, value in environment.items()
             if name not in _SESSION and not name.startswith(_SESSION_PREFIXES)
         }
+        asked = {name: value for name, value in request.items() if name not in _TOLD}
         whole = json.dumps(
-            [_FORMAT, sys.executable, list(options), request, counted, releases()], sort_keys=True
+            [_FORMAT, sys.executable, list(options), asked, counted, releases()], sort_keys=True
         )
         return hashlib.sha256(whole.replace(str(scratch), "{scratch}").encode()).hexdigest()
 
