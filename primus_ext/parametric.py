@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 
+from primus_ext import trace, trace_io
 from primus_ext.trace import ChunkMemory, Op, TensorSpec
 
 Point = tuple[int, int]
@@ -136,6 +137,37 @@ class Condition:
     def holds(self, mbs: Any, seq: Any) -> Any:
         """Whether it is, for whole numbers or arrays of them."""
         return (mbs * seq * self.share.numerator) % (self.share.denominator * self.modulus) == 0
+
+
+def to_plain(recording: Recording) -> dict[str, Any]:
+    """JSON-able values; every distinct op once."""
+    index: dict[Op, int] = {}
+    calls = [[index.setdefault(op, len(index)), *rest] for op, *rest in recording.calls]
+    return {
+        "point": list(recording.point),
+        "ops": [trace.to_plain(op) for op in index],
+        "calls": calls,
+        "forward": list(recording.forward),
+        "backward": list(recording.backward),
+        "boundary_bytes": recording.boundary_bytes,
+    }
+
+
+def from_plain(value: dict[str, Any]) -> Recording:
+    """The recording that :func:`to_plain` made ``value`` of.
+
+    Raises:
+        FormatError: It has another shape.
+    """
+    ops = [trace_io.from_plain(Op, op) for op in value["ops"]]
+    mbs, seq = value["point"]
+    return Recording(
+        point=(mbs, seq),
+        calls=tuple((ops[i], phase, module) for i, phase, module in value["calls"]),
+        forward=tuple(value["forward"]),
+        backward=tuple(value["backward"]),
+        boundary_bytes=value["boundary_bytes"],
+    )
 
 
 def _shape(recording: Recording) -> tuple:
@@ -263,6 +295,36 @@ class ParametricChunk:
             backward=backward,
             boundary_bytes=int(self._boundary.at(mbs, seq)),
         )
+
+
+class ParametricChunks:
+    """A chunk whose structure at a microbatch of one sequence may be another.
+
+    The embedding and the loss copy ``[mbs, seq]`` tensors in another order of dimensions, which at
+    ``mbs=1`` is the same order.
+    """
+
+    def __init__(
+        self, recordings: Sequence[Recording], conditions: Sequence[Condition] = ()
+    ) -> None:
+        """Solve once, or once for ``mbs=1`` and once for the rest where that fails.
+
+        Raises:
+            NotParametric: That fails as well.
+        """
+        try:
+            self._single = self._several = ParametricChunk(recordings, conditions)
+        except NotParametric:
+            ones = [r for r in recordings if r.point[0] == 1]
+            rest = [r for r in recordings if r.point[0] > 1]
+            if len(ones) < 3 or len(rest) < 4:
+                raise
+            self._single = ParametricChunk(ones, conditions)
+            self._several = ParametricChunk(rest, conditions)
+
+    def of(self, mbs: int) -> ParametricChunk:
+        """What holds for this microbatch (for any other one above 1 too, if it is above 1)."""
+        return self._single if mbs == 1 else self._several
 
 
 def _running(terms: Sequence[Terms], mbs: np.ndarray, seq: np.ndarray) -> np.ndarray:

@@ -29,7 +29,8 @@ def main(request_path: str) -> None:
             Optional: ``name`` of the model; ``ranks``, global ranks to run instead of one of each
             kind; ``whole``, run Megatron's own loop for them and report its peak; ``storage``,
             ``real`` for tensors with data (small jobs); ``every_chunk``, record also those model
-            chunks that equal another one.
+            chunks that equal another one; ``shapes``, record these parallel shapes at several
+            points instead (:mod:`primus_ext.frameworks.megatron.layer_space`).
     """
     request = json.loads(Path(request_path).read_text())
     session = sessions.Session(request)
