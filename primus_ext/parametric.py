@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 from collections.abc import Sequence
 from fractions import Fraction
 from typing import Any
@@ -23,6 +24,7 @@ from primus_ext.trace import ChunkMemory, Op, TensorSpec
 
 Point = tuple[int, int]
 """Microbatch (sequences) and sequence length (tokens)."""
+_ITEM_BYTES = {"fp32": 4, "int32": 4, "fp64": 8, "int64": 8, "bf16": 2, "fp16": 2}
 _EXPONENTS = ((0, 0), (1, 0), (0, 1), (1, 1), (0, 2), (1, 2), (2, 2))
 
 
@@ -64,18 +66,13 @@ def solve(points: Sequence[Point], values: Sequence[int]) -> Terms:
     """
     if len(set(values)) == 1:
         return Terms(((values[0], 0, 0),), 1)
-    for count in (1, 2):
-        for exponents in itertools.combinations(_EXPONENTS, count):
-            found = _coefficients(exponents, points, values)
-            if found is not None:
-                common = np.lcm.reduce([c.denominator for c in found])
-                return Terms(
-                    tuple(
-                        (int(c * int(common)), a, b)
-                        for c, (a, b) in zip(found, exponents, strict=True)
-                    ),
-                    int(common),
-                )
+    single = (((a, b),) for a in range(3) for b in range(3))
+    for exponents in itertools.chain(single, itertools.combinations(_EXPONENTS, 2)):
+        found = _coefficients(exponents, points, values)
+        if found is not None:
+            common = math.lcm(*(c.denominator for c in found))
+            terms = zip(found, exponents, strict=True)
+            return Terms(tuple((int(c * common), a, b) for c, (a, b) in terms), common)
     raise NotParametric(f"{list(values)} at {list(points)} is no sum of two terms")
 
 
@@ -187,11 +184,20 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
+def _tensor_bytes(*lists: Sequence[TensorSpec]) -> int:
+    """Bytes of all tensors together."""
+    return sum(
+        math.prod(t.shape) * _ITEM_BYTES.get(t.dtype, 1) for specs in lists for t in specs
+    )
+
+
 def _numbers(op: Op) -> list[int]:
     """Every number of an op, in a fixed order."""
     dims = [d for t in (*op.inputs, *op.outputs) for d in t.shape]
-    sizes = [op.flops, op.bytes, *([op.collective.bytes] if op.collective else [])]
-    return [*dims, *sizes, *(v for _, v in op.attrs if _is_number(v))]
+    # Traffic is that of the tensors and something simple: zero, or an output that is also read.
+    moved = op.bytes - _tensor_bytes(op.inputs, op.outputs)
+    message = [op.collective.bytes] if op.collective else []
+    return [*dims, op.flops, moved, *message, *(v for _, v in op.attrs if _is_number(v))]
 
 
 class ParametricChunk:
@@ -347,7 +353,7 @@ def _filled(op: Op, numbers: Sequence[int]) -> Op:
         )
 
     inputs, outputs = tensors(op.inputs), tensors(op.outputs)
-    flops, size = next(rest), next(rest)
+    flops, size = next(rest), next(rest) + _tensor_bytes(inputs, outputs)
     collective = op.collective
     if collective is not None:
         collective = dataclasses.replace(collective, bytes=next(rest))
