@@ -94,41 +94,36 @@ def _points(
     get_rerun_state_machine().should_run_forward_backward(None)
     rank._leave_parameters_alone(model[0])
     scopes = Scopes(recorder, parts.parts(bare[0]))
-    once = functools.partial(
-        microbatch.record, recorder, training.arguments["forward_step_func"], model, 0, scopes,
+    make = functools.partial(
+        microbatch.Microbatch, recorder, training.arguments["forward_step_func"], model, 0, scopes,
         config,
     )  # fmt: skip
     found: list[Recording] = []
     seconds: list[float] = []
     with probe.thinned(bare[0]):
-        once(first=True)
+        microbatch.record(make, recorder.memory, 0, [], first=True)
         for mbs, seq in points:
             args.micro_batch_size, args.seq_length = mbs, seq
             started = time.process_time()
-            found.append(_recording(recorder, once, (mbs, seq)))
+            found.append(_recording(recorder, make, (mbs, seq)))
             seconds.append(time.process_time() - started)
     return {
         "recordings": found, "conditions": conditions(args, config), "cpu_seconds": seconds
     }  # fmt: skip
 
 
-def _recording(recorder: Recorder, once: Callable[..., Any], point: Point) -> Recording:
-    with _deltas(recorder) as (deltas, backwards):
-
-        def clean() -> Any:
-            deltas.clear()
-            return once()
-
-        chunk = settle.settled(recorder, clean)
-    split = backwards[-1]
+def _recording(recorder: Recorder, make: Callable[..., Any], point: Point) -> Recording:
+    with _deltas(recorder) as (deltas, starts):
+        chunk = settle.settled(recorder, make, 0, [])
+    ahead, back = starts[-2:]
     calls = [
         (recorder.ops[call.op], call.phase, call.module) for call in _calls(chunk.segments)
     ]
     return Recording(
         point=point,
         calls=tuple(calls),
-        forward=tuple(deltas[:split]),
-        backward=tuple(deltas[split:]),
+        forward=tuple(deltas[ahead:back]),
+        backward=tuple(deltas[back:]),
         boundary_bytes=chunk.boundary_bytes,
     )
 
@@ -141,17 +136,17 @@ def _calls(segments: Sequence[Segment]) -> Iterator[Any]:
 
 
 class _Watched(LiveBytes):
-    """Notes every change of the live bytes."""
+    """Notes every change of the bytes that a microbatch made."""
 
     deltas: list[int]
     now: int
 
     @property
-    def live(self) -> int:  # type: ignore[override]
+    def fresh(self) -> int:  # type: ignore[override]
         return self.now
 
-    @live.setter
-    def live(self, value: int) -> None:
+    @fresh.setter
+    def fresh(self, value: int) -> None:
         if value != self.now:
             self.deltas.append(value - self.now)
         self.now = value
@@ -159,26 +154,25 @@ class _Watched(LiveBytes):
 
 @contextlib.contextmanager
 def _deltas(recorder: Recorder) -> Iterator[tuple[list[int], list[int]]]:
-    """Allocations and frees inside, in bytes, and where among them backwards began; both grow."""
+    """Allocations and frees inside, in bytes, and where among them each phase began."""
     memory, collect = recorder.memory, recorder.collect
     deltas: list[int] = []
-    backwards: list[int] = []
+    starts: list[int] = []
 
     def collect_from(phase: str) -> Any:
-        if phase == "backward":
-            backwards.append(len(deltas))
+        starts.append(len(deltas))
         return collect(phase)
 
     recorder.collect = collect_from
-    kind, now = type(memory), memory.live
-    del memory.live
+    kind, now = type(memory), memory.fresh
+    del memory.fresh
     memory.__class__ = _Watched
     setattr(memory, "now", now)
     setattr(memory, "deltas", deltas)
     try:
-        yield deltas, backwards
+        yield deltas, starts
     finally:
         del recorder.collect
-        now = memory.live
+        now = memory.fresh
         memory.__class__ = kind
-        memory.live = now
+        memory.fresh = now
