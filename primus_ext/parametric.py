@@ -186,9 +186,7 @@ def _is_number(value: Any) -> bool:
 
 def _tensor_bytes(*lists: Sequence[TensorSpec]) -> int:
     """Bytes of all tensors together."""
-    return sum(
-        math.prod(t.shape) * _ITEM_BYTES.get(t.dtype, 1) for specs in lists for t in specs
-    )
+    return sum(math.prod(t.shape) * _ITEM_BYTES.get(t.dtype, 1) for specs in lists for t in specs)
 
 
 def _numbers(op: Op) -> list[int]:

@@ -20,7 +20,6 @@ from primus_ext.frameworks.megatron import (
     probe,
     rank,
     roles,
-    settle,
     shapes,
 )
 from primus_ext.observe.recorder import LiveBytes, Recorder
@@ -113,12 +112,12 @@ def _points(
 
 
 def _recording(recorder: Recorder, make: Callable[..., Any], point: Point) -> Recording:
+    # The first visit of a shape fills caches; one after another point frees what that one left.
+    microbatch.record(make, recorder.memory, 0, [])
     with _deltas(recorder) as (deltas, starts):
-        chunk = settle.settled(recorder, make, 0, [])
+        chunk = microbatch.record(make, recorder.memory, 0, [])
     ahead, back = starts[-2:]
-    calls = [
-        (recorder.ops[call.op], call.phase, call.module) for call in _calls(chunk.segments)
-    ]
+    calls = [(recorder.ops[call.op], call.phase, call.module) for call in _calls(chunk.segments)]
     return Recording(
         point=point,
         calls=tuple(calls),
