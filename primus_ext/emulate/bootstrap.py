@@ -30,7 +30,10 @@ def main(request_path: str) -> None:
             kind; ``whole``, run Megatron's own loop for them and report its peak; ``storage``,
             ``real`` for tensors with data (small jobs); ``rendezvous``, the file over which real
             processes meet that are the ranks (gloo; with ``whole`` and ``storage=real``);
-            ``origins``, False to leave out where dimensions come from, half of the time.
+            ``origins``, False to leave out where dimensions come from, half of the time;
+            ``every_chunk``, record also those model chunks that equal another one; ``shapes``,
+            record these parallel shapes at several points instead
+            (:mod:`primus_ext.frameworks.megatron.layer_space`).
     """
     answer(json.loads(Path(request_path).read_text()))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import pickle
@@ -11,6 +12,8 @@ import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
+
+from primus_ext.emulate.inputs import Inputs
 
 T = TypeVar("T")
 PROGRESS = "PRIMUS_EXT_PROGRESS"
@@ -43,6 +46,7 @@ class Session:
         global _current
         self.request = request
         self.warnings: list[str] = []
+        self.inputs = Inputs(Path(request["result"]).parent, request.get("cwd", ""))
         _current = self
 
     def progress(self, done: int, total: int, text: str) -> None:
@@ -65,6 +69,7 @@ class Session:
         path = Path(name)
         sys.stdout.flush()
         sys.stderr.flush()
+        gc.freeze()  # what was imported stays; every collection in the copy would look through it
         pid = os.fork()
         if pid == 0:
             _run_and_leave(work, path)
@@ -89,6 +94,7 @@ class Session:
                 "program": program,
                 "traces": traces,
                 "warnings": self.warnings,
+                "inputs": self.inputs.manifest(),
             }
         )
         self._leave(0)

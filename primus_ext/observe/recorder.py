@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
@@ -20,6 +21,8 @@ from primus_ext.observe import classify
 from primus_ext.observe.allocations import Kinds, Log, Logs
 from primus_ext.trace import Call, Op, ScopeKind
 
+_DEVICE = torch.ops.prim.device.default
+_META = torch.device("meta")
 _current: list[Recorder] = []
 _MADE = (torch.ops.aten.lift_fresh.default,)
 """Views by their schema that are all a mode sees of a new tensor: ``torch.tensor(value)``."""
@@ -167,6 +170,8 @@ class Recorder(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
     ) -> Any:
+        if func is _DEVICE and isinstance(args[0], FakeTensor):  # two of three dispatches
+            return _META if args[0].fake_mode.in_kernel_invocation else args[0].fake_device
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
         if func.namespace == "prim" or (getattr(func, "is_view", False) and func not in _MADE):

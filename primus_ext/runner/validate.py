@@ -14,7 +14,7 @@ import yaml
 
 from primus_ext.frameworks import published
 from primus_ext.project.result import Projection
-from primus_ext.runner import child, emulation, peaks
+from primus_ext.runner import child, emulation, peaks, tracing
 from primus_ext.runner.outcome import UsageError
 
 GPT_PROGRAM = "primus_ext.frameworks.megatron.gpt_program"
@@ -130,7 +130,7 @@ def projected(run: dict[str, Any], progress: Callable[[int, int, str], None]) ->
                 **emulation.question(cluster),
             }
             question["frameworks"] += nearest.emulations
-            answer = child.run(question, (), folder, folder / "child.log", progress)
+            answer = tracing.answer(question, (), folder, folder / "child.log", progress)
         projection = emulation.priced(answer, "simulate", cluster, [])
     except (child.ChildError, ValueError) as error:
         raise Skipped(str(error)) from error

@@ -5,15 +5,25 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import gc
 import inspect
 from collections.abc import Callable
 from typing import Any
 
 from primus_ext.emulate import real_peers, session, tripwire, virtual_world
-from primus_ext.frameworks.megatron import memory, microbatch, parts, plans, probe, roles
+from primus_ext.frameworks.megatron import (
+    equal,
+    memory,
+    microbatch,
+    parts,
+    plans,
+    probe,
+    roles,
+    settle,
+)
 from primus_ext.observe.recorder import Recorder
 from primus_ext.observe.scopes import Scopes
-from primus_ext.trace import Bucket, RankTrace
+from primus_ext.trace import Bucket, ChunkTrace, RankTrace
 
 
 class _Recorded(BaseException):
@@ -93,6 +103,8 @@ def run(
 
     def in_place_of_training(*a: Any, **k: Any) -> None:
         training.train = train
+        gc.collect()
+        gc.freeze()  # the model stays: collections between microbatches need not look through it
         bound = inspect.signature(train).bind(*a, **k)
         raise _Recorded(loop(recorder, rank, bound))
 
@@ -153,6 +165,9 @@ def _record(
     optimizer.zero_grad()  # and main gradients where those of the model are not FP32
     stepped = len(logs.setup.events)
     static = memory.static(recorder, bare, model, optimizer)
+    same = list(range(len(bare)))
+    if not session.current().request.get("every_chunk"):
+        same = equal.representatives(bare, config)
     scopes = [Scopes(recorder, parts.parts(chunk)) for chunk in bare]
     makers = [
         functools.partial(
@@ -162,17 +177,19 @@ def _record(
     ]
     quantized = args.fp8 or getattr(args, "fp4", None)
     for index, chunk in enumerate(bare):
-        # Workspaces and caches appear with the first microbatch.  They go by shape, so a few
-        # layers fill them, unless every layer keeps something of its own: quantized weights, or
-        # the tables of a token dispatcher.
+        # Workspaces and caches appear with the first microbatch, some (rope) in every chunk.  They
+        # go by shape, so a few layers fill them, unless every layer keeps something of its own:
+        # quantized weights, or the tables of a token dispatcher.
         with contextlib.nullcontext() if quantized or args.num_experts else probe.thinned(chunk):
             microbatch.record(makers[index], recorder.memory, index, [], first=True)
     recorder.forget()
     losses: list[Any] = []
-    chunks = tuple(
-        microbatch.record(make, recorder.memory, index, losses)
-        for index, make in enumerate(makers)
-    )
+    chunks: list[ChunkTrace] = []
+    for index, first in enumerate(same):
+        if first == index:
+            chunks.append(settle.settled(recorder, makers[index], index, losses))
+        else:
+            chunks.append(dataclasses.replace(chunks[first], vpp_stage=index))
     step, step_peak, step_events, kept = microbatch.record_step(recorder, training, losses)
     losses.clear()
     optimizer.zero_grad()  # the next step starts with it
@@ -182,24 +199,25 @@ def _record(
     kinds = tuple(recorder.kinds.table)
     del kept
     if config.pipeline_model_parallel_size > 1:
-        sizes_in_flight = [
-            microbatch.in_flight(make, recorder.memory, chunk.memory)
-            for chunk, make in zip(chunks, makers, strict=True)
+        in_flight = {
+            index: microbatch.in_flight(makers[index], recorder.memory, chunks[index].memory)
+            for index in sorted(set(same))
+        }
+        chunks = [
+            dataclasses.replace(chunk, memory=in_flight[first])
+            for chunk, first in zip(chunks, same, strict=True)
         ]
-        chunks = tuple(
-            dataclasses.replace(chunk, memory=memory_in_flight)
-            for chunk, memory_in_flight in zip(chunks, sizes_in_flight, strict=True)
-        )
     ops = tuple(recorder.ops)
     if session.current().request.get("origins", True):
-        ops = probe.labelled_ops(recorder, makers, bare, config, chunks)
+        distinct = [chunks[index] for index in sorted(set(same))]
+        ops = probe.labelled_ops(recorder, makers, bare, config, distinct)
     local, total, active = parts.counts(bare, args, config)
     return RankTrace(
         rank=rank,
         pp_ranks=pp_ranks,
         groups={**memory.all_groups(), **recorder.groups_seen},
         ops=ops,
-        chunks=chunks,
+        chunks=tuple(chunks),
         step=step,
         buckets=_buckets(model, recorder),
         parameters=local,
