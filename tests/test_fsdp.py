@@ -254,7 +254,8 @@ def hand_made(
     calls += [Call(WORK, "forward", "", "", (("side", behind),)) for behind, _ in waits]
     part = Segment(ScopeKind.DENSE_LAYER, "layer", 1, tuple(calls), (), (0,))
     memory = ChunkMemory(0, 0, 0)
-    chunk = ChunkTrace(0, (part,), memory, 0, (MicrobatchTrace((), memory, 0),))
+    only = MicrobatchTrace((), memory, 0)
+    chunk = ChunkTrace(0, (part,), memory, 0, microbatches=(only,))
     static = StaticMemory(0, 0, 0, 0, 0)
     groups = {"dp_cp": (0, 1, 2, 3)}
     return RankTrace(0, (0,), groups, ops, (chunk,), step, (), 0, 0, 0, static)
