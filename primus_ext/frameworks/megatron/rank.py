@@ -13,6 +13,7 @@ from typing import Any
 from primus_ext.emulate import real_peers, session, tripwire, virtual_world
 from primus_ext.frameworks.megatron import (
     equal,
+    fsdp,
     memory,
     microbatch,
     parts,
@@ -54,7 +55,8 @@ def trace(
         rank: Global rank to be; by default the first of the stage.
     """
     member = roles.global_rank(pp_ranks[0], plans.arguments()) if rank is None else rank
-    return run(original, call, member, functools.partial(_record, pp_ranks=pp_ranks))
+    record = fsdp.record if fsdp.is_sharded(plans.arguments()) else _record
+    return run(original, call, member, functools.partial(record, pp_ranks=pp_ranks))
 
 
 def run(
