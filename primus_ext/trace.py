@@ -180,6 +180,9 @@ class StaticMemory:
     """Kernel workspaces and caches the framework keeps (cuBLAS, Transformer Engine)."""
     step_peak_bytes: int
     """Highest point of gradient finalisation and optimizer step above the static tensors."""
+    libraries: int = 0
+    """Buffers of communication libraries other than NCCL or RCCL (DeepEP), which are allocated
+    beside torch's allocator; not part of any other number here."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -74,7 +74,15 @@ def _left(session: sessions.Session, leaving: SystemExit) -> None:
 
 
 def _install(request: dict[str, Any]) -> None:
-    from primus_ext.emulate import apex_wgrad, registry, te, tripwire, triton_kernels, virtual_cuda
+    from primus_ext.emulate import (
+        apex_wgrad,
+        deep_ep,
+        registry,
+        te,
+        tripwire,
+        triton_kernels,
+        virtual_cuda,
+    )
 
     world, local = int(request["world_size"]), int(request["gpus_per_node"])
     os.environ.update(
@@ -87,6 +95,7 @@ def _install(request: dict[str, Any]) -> None:
     virtual_cuda.install(virtual_cuda.DeviceProfile(device_count=local, **device))
     te.install(compute_capability=device["compute_capability"])
     apex_wgrad.install()
+    deep_ep.install()
     registry.apply_all(triton_kernels.GROUP)
     tripwire.arm()
     for framework in request["frameworks"]:

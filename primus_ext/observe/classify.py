@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils._pytree import tree_iter
 
-from primus_ext.observe import classify_c10d, classify_te
+from primus_ext.observe import classify_c10d, classify_deep_ep, classify_te
 from primus_ext.observe.specs import attention_op, dtype_name, gemm_op, moved_bytes, spec
 from primus_ext.trace import Family, Op
 
@@ -60,6 +60,8 @@ def classify(
         return None
     if func.namespace in ("c10d", "_c10d_functional"):
         return classify_c10d.classify(name, func, args, kwargs, recorder)
+    if func.namespace == "primus_deep_ep":
+        return classify_deep_ep.classify(name, func, args, kwargs, produced, recorder)
     if func.namespace == "primus_te":
         return classify_te.classify(name, func, args, kwargs, produced)
     gemm = _GEMMS.get(name)

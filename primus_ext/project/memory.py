@@ -53,13 +53,13 @@ def boundary_bytes(stages: Sequence[RankTrace], shape: Shape) -> list[int]:
 
 
 def outside_bytes(trace: RankTrace, cluster: Cluster) -> int:
-    """Device memory that is no tensor: driver context and the communicators that are used."""
+    """Device memory that is no tensor: context, communicators that are used, DeepEP's buffers."""
     accelerator = cluster.accelerator
     used = {op.collective.group for op in trace.ops if op.collective is not None}
     used |= {bucket.group for bucket in trace.buckets} | {"pp"}
     members = {trace.groups[name] for name in used if name in trace.groups}
     communicators = sum(len(ranks) > 1 for ranks in members)
-    return int(
+    return trace.static.libraries + int(
         accelerator.context_bytes.value + communicators * accelerator.communicator_bytes.value
     )
 

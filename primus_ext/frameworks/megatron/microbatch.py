@@ -12,6 +12,7 @@ import torch
 from torch.utils._pytree import tree_iter
 
 from primus_ext.frameworks.megatron import plans
+from primus_ext.frameworks.megatron.real_values import fill
 from primus_ext.observe.recorder import LiveBytes, Recorder
 from primus_ext.observe.scopes import OUTPUT, Scopes, segments
 from primus_ext.trace import Call, ChunkMemory, ChunkTrace, ScopeKind
@@ -24,10 +25,10 @@ def batches(args: Any) -> Iterator[dict[str, torch.Tensor]]:
     shape = (args.micro_batch_size, args.seq_length)
     while True:
         yield {
-            "tokens": torch.empty(shape, dtype=torch.int64),
-            "labels": torch.empty(shape, dtype=torch.int64),
-            "loss_mask": torch.empty(shape, dtype=torch.float32),
-            "position_ids": torch.empty(shape, dtype=torch.int64),
+            "tokens": fill(torch.empty(shape, dtype=torch.int64), args.padded_vocab_size),
+            "labels": fill(torch.empty(shape, dtype=torch.int64), args.padded_vocab_size),
+            "loss_mask": fill(torch.empty(shape, dtype=torch.float32)),
+            "position_ids": fill(torch.empty(shape, dtype=torch.int64), args.seq_length),
         }
 
 
@@ -206,7 +207,7 @@ def _boundary(config: Any, requires_grad: bool) -> torch.Tensor:
     if config.sequence_parallel:
         length //= config.tensor_model_parallel_size
     shape = (length, args.micro_batch_size, config.hidden_size)
-    return torch.empty(shape, dtype=config.pipeline_dtype, requires_grad=requires_grad)
+    return fill(torch.empty(shape, dtype=config.pipeline_dtype, requires_grad=requires_grad))
 
 
 def record_step(

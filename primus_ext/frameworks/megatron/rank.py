@@ -9,8 +9,16 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
-from primus_ext.emulate import session, tripwire, virtual_world
-from primus_ext.frameworks.megatron import memory, microbatch, parts, plans, probe, roles
+from primus_ext.emulate import session, tripwire, virtual_peers, virtual_world
+from primus_ext.frameworks.megatron import (
+    memory,
+    microbatch,
+    parts,
+    plans,
+    probe,
+    roles,
+    routing,
+)
 from primus_ext.observe.recorder import Recorder
 from primus_ext.observe.scopes import Scopes
 from primus_ext.trace import Bucket, RankTrace
@@ -41,10 +49,16 @@ def trace(
         original: Megatron's ``pretrain``.
         call: The user's arguments to it.
         pp_ranks: Pipeline ranks that hold the same modules.
-        rank: Global rank to be; by default the first of the stage.
+        rank: Global rank to be; by default the first of the stage, or the first whose experts get
+            most of the tokens, where their numbers were recorded.
     """
-    member = roles.global_rank(pp_ranks[0], plans.arguments()) if rank is None else rank
-    return run(original, call, member, functools.partial(_record, pp_ranks=pp_ranks))
+    if rank is None:
+        args = plans.arguments()
+        config = plans.transformer_config(call.arguments["cfg_container"])
+        rank = roles.global_rank(pp_ranks[0], args) + roles.heaviest(pp_ranks[0], args, config)
+    result = run(original, call, rank, functools.partial(_record, pp_ranks=pp_ranks))
+    routing.save(session.current().request.get("routing_out"))
+    return result
 
 
 def run(
@@ -80,6 +94,8 @@ def run(
         recorder.group_names.update(memory.group_names())
         if request.get("storage", "none") == "none":
             world.enter_context(virtual_world.no_storage())
+        else:
+            world.enter_context(virtual_peers.EchoingPeers())
         world.enter_context(recorder)
         return setup(*a, **k)
 
