@@ -8,7 +8,7 @@ import traceback
 from collections.abc import Callable
 from typing import Any
 
-from primus_ext.emulate import registry, session
+from primus_ext.emulate import no_te, registry, session
 from primus_ext.frameworks.megatron import patches, routing  # noqa: F401  (declare)
 from primus_ext.trace import RankTrace, to_plain
 
@@ -19,6 +19,8 @@ def install() -> None:
     """Hook ``megatron.training.pretrain`` before the program can import it."""
     registry.apply_all("megatron")
     registry.apply_all("megatron_entry")
+    if no_te.absent():
+        no_te.install()
 
 
 @registry.patch("megatron.training.training", "pretrain", group="megatron_entry",
