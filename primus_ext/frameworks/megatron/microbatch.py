@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_iter
 
-from primus_ext.frameworks.megatron import plans
+from primus_ext.frameworks.megatron import plans, roles
 from primus_ext.frameworks.megatron.real_values import fill
 from primus_ext.observe.recorder import LiveBytes, Recorder
 from primus_ext.observe.scopes import OUTPUT, Scopes, segments
@@ -58,6 +58,7 @@ class Microbatch:
         self._gradient: Any = None
         self._output: Any = None
         self._tokens: Any = None
+        self._sent: tuple[int, ...] = ()
         self.boundary = 0
         """Bytes of the activation sent to the next stage (0 on the last)."""
 
@@ -75,7 +76,7 @@ class Microbatch:
                 module.is_first_microbatch = first
         config, peak = self._config, self._recorder.memory
         with self._chunk.no_sync(), self._recorder.collect("forward") as calls:
-            self._received = None if self.has_embedding else _boundary(config, requires_grad=True)
+            self._received = None if self.has_embedding else _received(config, self._index)
             self._output, self._tokens = schedules.forward_step(
                 self._step, batches(plans.arguments()), self._chunk, 1, [self._received],
                 self._losses, config, config.context_parallel_size, is_first_microbatch=first,
@@ -86,6 +87,7 @@ class Microbatch:
         if not self.has_output:
             output = self._output[0]
             self.boundary = output.numel() * output.element_size()
+            self._sent = tuple(output.shape)
             schedules.deallocate_output_tensor(output, config.deallocate_pipeline_outputs)
         if self._interleaved:  # this schedule forgets the number of tokens at once
             self._tokens = None
@@ -109,7 +111,7 @@ class Microbatch:
             scopes.in_backward = True
             recorder.scope = (ScopeKind.OUTPUT, OUTPUT)
             if not self.has_output:
-                self._gradient = _boundary(config, requires_grad=False)
+                self._gradient = fill(torch.empty(self._sent, dtype=config.pipeline_dtype))
             schedules.backward_step([self._received], self._output, [self._gradient], config)
             scopes.in_backward = False
         self.backward_peak = recorder.memory.peak
@@ -200,14 +202,22 @@ def _position(chunk: Any) -> tuple[bool, bool]:
     return bool(bare.pre_process), bool(bare.post_process)
 
 
-def _boundary(config: Any, requires_grad: bool) -> torch.Tensor:
-    """The activation (or its gradient) that a pipeline stage receives: ``[seq, mbs, hidden]``."""
+def _received(config: Any, chunk: int) -> torch.Tensor:
+    """The activation that a chunk receives: ``[seq, mbs, hidden]``.
+
+    Behind a stage with multi-token prediction the sequence comes once more for each prediction.
+    """
+    from megatron.core import parallel_state
+
     args = plans.arguments()
     length = args.seq_length // config.context_parallel_size
     if config.sequence_parallel:
         length //= config.tensor_model_parallel_size
+    stage = chunk * config.pipeline_model_parallel_size
+    stage += parallel_state.get_pipeline_model_parallel_rank()
+    length *= 1 + roles.predictions_before(config, stage)
     shape = (length, args.micro_batch_size, config.hidden_size)
-    return fill(torch.empty(shape, dtype=config.pipeline_dtype, requires_grad=requires_grad))
+    return fill(torch.empty(shape, dtype=config.pipeline_dtype, requires_grad=True))
 
 
 def record_step(

@@ -32,6 +32,7 @@ def stage_chunks(config: Any, pp_rank: int) -> list[tuple[str, ...]]:
     chunks = []
     for chunk in range(vpp or 1):
         layers = ["moe" if moe[i] else "dense" for i in chunk_layers(config, pp_rank, chunk)]
+        layers += ["mtp"] * _predictions(config, pp_rank, chunk)
         first = pp_rank == 0 and chunk == 0
         last = pp_rank == pp - 1 and chunk == (vpp or 1) - 1
         chunks.append((*(["embedding"] if first else []), *layers, *(["output"] if last else [])))
@@ -66,6 +67,23 @@ def chunk_layers(config: Any, pp_rank: int, chunk: int) -> range:
             f"pp={config.pipeline_model_parallel_size} stages: {error}"
         ) from error
     return range(start, start + count)
+
+
+def _predictions(config: Any, pp_rank: int, chunk: int) -> int:
+    """Multi-token-prediction layers that a layout puts into a chunk."""
+    stage = chunk * config.pipeline_model_parallel_size + pp_rank
+    return predictions_before(config, stage + 1) - predictions_before(config, stage)
+
+
+def predictions_before(config: Any, stage: int) -> int:
+    """Multi-token-prediction layers in the virtual stages before ``stage`` (a layout puts them)."""
+    from megatron.core.transformer.enums import LayerType
+
+    layout = config.pipeline_model_parallel_layout
+    if layout is None:  # they are in the last stage
+        return 0
+    stages = [column for chunks in zip(*layout.layout, strict=True) for column in chunks]
+    return sum(held.count(LayerType.mtp) for held in stages[:stage])
 
 
 def distinct_stages(arguments: Any, config: Any) -> list[tuple[int, ...]]:
