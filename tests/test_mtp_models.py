@@ -74,3 +74,29 @@ def test_deepseek_v3_with_its_prediction_layer(tmp_path: Path) -> None:
     assert "mtp_layer" in kinds
     grouped = [op for op in stages[5]["ops"] if op["family"] == "grouped_gemm"]
     assert {dict(map(tuple, op["attrs"]))["groups"] for op in grouped} == {EXPERTS // 64}
+
+
+SMALL = (
+    "--num-layers 4 --hidden-size 256 --ffn-hidden-size 704 --num-attention-heads 8 "
+    "--group-query-attention --num-query-groups 2 --seq-length 128 "
+    "--max-position-embeddings 128 --micro-batch-size 2 --vocab-size 1023 "
+    "--make-vocab-size-divisible-by 128 --global-batch-size 8 "
+    "--pipeline-model-parallel-size 2 --mtp-num-layers 1 "
+    "--pipeline-model-parallel-layout Et|ttt|m|L"
+)
+
+
+def test_a_prediction_layer_in_a_stage_of_its_own(tmp_path: Path) -> None:
+    """The stage behind it gets the sequence once more for the prediction."""
+    answer = emulate(tmp_path, 2, SMALL)
+    assert answer["status"] == "ok", (answer, answer["stderr"][-2000:])
+    activation = 128 * 2 * 256 * 2
+    boundaries = {
+        t["pp_ranks"][0]: [c["boundary_bytes"] for c in t["chunks"]] for t in answer["traces"]
+    }
+    assert boundaries == {0: [activation, 2 * activation], 1: [activation, 0]}
+    layer = 256 * 256 * (2 + 2 / 4) + 3 * 256 * 704 + 2 * 256
+    mtp = layer + 2 * 256 + 2 * 256 * 256 + 256
+    ends = 2 * 1023 * 256 + 256
+    # rank 0 holds a second copy of the embedding for the prediction, which counts once
+    assert sum(t["global_parameters"] for t in answer["traces"]) == 4 * layer + mtp + ends

@@ -27,8 +27,10 @@ def main(request_path: str) -> None:
             ``world_size``, ``gpus_per_node`` and ``formats`` (numbers it computes in): the target.
             ``frameworks``: modules that hook entry points.  ``result``: where the answer goes.
             Optional: ``name`` of the model; ``ranks``, global ranks to run instead of one of each
-            kind; ``whole``, run Megatron's own loop for them and report its peak; ``storage``,
-            ``real`` for tensors with data (small jobs).
+            kind; ``routing``, recorded token counts of experts, as a table or the path of one (see
+            ``expert_load``); ``routing_out``, path where the counts of real tensors go; ``whole``,
+            run Megatron's own loop for them and report its peak; ``storage``, ``real`` for tensors
+            with data (small jobs).
     """
     request = json.loads(Path(request_path).read_text())
     session = sessions.Session(request)

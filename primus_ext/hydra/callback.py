@@ -33,8 +33,9 @@ class ProjectionCallback(Callback):
         """Take over.
 
         Args:
-            settings: ``mode``, ``context`` and optionally ``out``, ``fail_on`` (as the files of
-                the ``projection`` group have them) and ``target_cluster`` (content of such a file).
+            settings: ``mode``, ``context`` and optionally ``out``, ``fail_on``, ``routing`` (as
+                the files of the ``projection`` group have them) and ``target_cluster`` (content of
+                such a file).
 
         Raises:
             SystemExit: always, but in the child process of a projection.
@@ -83,8 +84,12 @@ def _plain(value: Any) -> Any:
     return OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
 
 
+def _path(value: Any) -> str | None:
+    return None if value is None else str(Path(str(value)).absolute())
+
+
 def _check(settings: Mapping[str, Any], surroundings: Mapping[str, Any]) -> None:
-    legal = ("mode", "out", "fail_on", "target_cluster", "context")
+    legal = ("mode", "out", "fail_on", "routing", "target_cluster", "context")
     unknown = sorted(set(settings) - set(legal))
     if unknown:
         raise UsageError(
@@ -127,6 +132,7 @@ def _request(
         scratch=Path(scratch),
         target_cluster=settings.get("target_cluster"),
         fail_on=given.get("fail_on") or settings.get("fail_on"),
+        routing=_path(given.get("routing") or settings.get("routing")),
         removed=tuple(ours),
         name=model,
         environment=dict(os.environ),

@@ -41,6 +41,8 @@ class Request:
     target_cluster: Mapping[str, Any] | None
     """Content of the ``target_cluster`` file, None where none was named."""
     fail_on: str | None = None
+    routing: str | None = None
+    """Absolute path of recorded token counts of experts, None for balanced ones."""
     removed: tuple[str, ...] = ()
     """Our overrides, as they were typed."""
     name: str = ""
@@ -157,6 +159,7 @@ def _question(request: Request, mode: str, cluster: Cluster) -> dict[str, Any]:
         "cwd": request.cwd,
         "overrides_removed": list(request.removed),
         "name": request.name,
+        **({} if request.routing is None else {"routing": request.routing}),
         **emulation.question(cluster),
     }
 

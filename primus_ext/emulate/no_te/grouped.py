@@ -49,7 +49,7 @@ class _Multiply(torch.autograd.Function):
         dx = torch.empty_like(x)
         _product("NN", weights, list(dy.split(rows)), [dx],
                  (rows, [depth] * each, [width] * each), single=True)  # fmt: skip
-        into = [getattr(w, "main_grad", None) for w in ctx.weights] if ctx.fuse else []
+        into: list[Any] = [getattr(w, "main_grad", None) for w in ctx.weights] if ctx.fuse else []
         fused = bool(into) and all(grad is not None for grad in into)
         grads = into if fused else [torch.empty_like(w) for w in weights]
         sizes = [width] * each, [depth] * each, rows
@@ -132,6 +132,20 @@ class GroupedLinear(MegatronModule):
         fuse = self.config.gradient_accumulation_fusion
         out: Any = _Multiply.apply(x, list(rows), fuse, *weights)
         return out, None
+
+
+    def backward_dw(self) -> None:
+        """Weight gradients are never put off.
+
+        Raises:
+            ProgramError: Always.
+        """
+        from primus_ext.emulate.session import ProgramError
+
+        raise ProgramError(
+            "delay_wgrad_compute=True can't be projected without transformer-engine; legal: False, "
+            "or install transformer-engine"
+        )
 
 
 class ColumnGroupedLinear(GroupedLinear):

@@ -39,6 +39,7 @@ class FusedAdam(torch.optim.Optimizer):
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
         """Update every parameter that has a gradient."""
         for group in self.param_groups:
+            beta1, beta2 = group["betas"]
             group["step"] = group.get("step", 0) + 1
             updated = [p for p in group["params"] if p.grad is not None]
             if not updated:
@@ -54,7 +55,7 @@ class FusedAdam(torch.optim.Optimizer):
                 [self.state[p]["exp_avg_sq"] for p in updated],
             ]
             multi_tensor.multi_tensor_adam(
-                _CHUNK, torch.zeros(1, dtype=torch.int32), lists, group["lr"], *group["betas"],
+                _CHUNK, torch.zeros(1, dtype=torch.int32), lists, group["lr"], beta1, beta2,
                 group["eps"], group["step"], self.adam_w_mode, 1, group["weight_decay"],
             )  # fmt: skip
 
