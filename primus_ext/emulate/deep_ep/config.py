@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import dataclasses
 
+from primus_ext.emulate.session import ProgramError
+
 NVLINK_PEERS = 8
 """Ranks that DeepEP takes for one node (``NUM_MAX_NVL_PEERS``)."""
 SOURCE_META_BYTES = 8
@@ -82,12 +84,11 @@ class Config:
 
 
 def _recommended(table: dict[int, tuple[int, int, int, int]], ranks: int, sms: int) -> Config:
-    # DeepEP's own judgement and its own words
-    if ranks not in table:
+    if ranks not in table:  # DeepEP's own judgement
         legal = ", ".join(str(n) for n in table)
-        raise ValueError(
-            f"Unsupported number of EP ranks: {ranks} (expert_model_parallel_size times "
-            f"expert_tensor_parallel_size); DeepEP has a configuration for {legal}"
+        raise ProgramError(
+            f"expert_model_parallel_size x expert_tensor_parallel_size={ranks} is not supported by "
+            f"DeepEP; legal: {legal}"
         )
     return Config(sms, *table[ranks])
 
@@ -96,7 +97,7 @@ def dispatch_config(ranks: int, sms: int) -> Config:
     """The configuration that DeepEP recommends for a dispatch among ``ranks``.
 
     Raises:
-        ValueError: DeepEP has none.
+        ProgramError: DeepEP has none.
     """
     return _recommended(_DISPATCH, ranks, sms)
 
@@ -105,7 +106,7 @@ def combine_config(ranks: int, sms: int) -> Config:
     """The configuration that DeepEP recommends for a combine among ``ranks``.
 
     Raises:
-        ValueError: DeepEP has none.
+        ProgramError: DeepEP has none.
     """
     return _recommended(_COMBINE, ranks, sms)
 

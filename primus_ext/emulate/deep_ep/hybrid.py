@@ -12,8 +12,10 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from primus_ext.emulate.deep_ep import held, hybrid_ops, hybrid_sizes, load
 from primus_ext.emulate.host_tensor import host_values, keep
+from primus_ext.emulate.session import ProgramError
 
-_DOMAIN = "NUM_OF_HYBRID_EP_RANKS_PER_NVLINK_DOMAIN"
+DOMAIN = "NUM_OF_HYBRID_EP_RANKS_PER_NVLINK_DOMAIN"
+"""HybridEP's own variable: how many ranks of a group share an NVLink domain."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -53,16 +55,17 @@ class HybridEPBuffer:
 
         Raises:
             NotImplementedError: For FP8.
-            ValueError: The ranks are not whole nodes.
+            ProgramError: The ranks are not whole nodes.
         """
         if use_fp8:
             raise NotImplementedError("deep_ep: HybridEP's FP8 dispatch has no stand-in")
         self.group, self.rank, self.group_size = group, group.rank(), group.size()
         self.per_node = ranks_per_node(group)
         if self.group_size % self.per_node:
-            raise ValueError(
-                f"The number of ranks {self.group_size} should be divisible by the number of "
-                f"ranks per node {self.per_node}"
+            raise ProgramError(
+                f"expert_model_parallel_size x expert_tensor_parallel_size={self.group_size} is "
+                f"not supported by HybridEP; legal: a multiple of the {self.per_node} ranks that "
+                f"share a node ({DOMAIN} says otherwise)"
             )
         self.nodes = self.group_size // self.per_node
         default_sms = 24 if self.nodes == 1 else 8
@@ -185,7 +188,7 @@ class HybridEPBuffer:
 
 def ranks_per_node(group: dist.ProcessGroup) -> int:
     """Ranks of the group that share this rank's NVLink domain."""
-    given = os.environ.get(_DOMAIN)
+    given = os.environ.get(DOMAIN)
     if given is not None:
         return int(given)
     size = int(os.environ["LOCAL_WORLD_SIZE"])
