@@ -31,7 +31,10 @@ def stage_chunks(config: Any, pp_rank: int) -> list[tuple[str, ...]]:
     moe = layer_is_moe(config)
     chunks = []
     for chunk in range(vpp or 1):
-        layers = ["moe" if moe[i] else "dense" for i in chunk_layers(config, pp_rank, chunk)]
+        held = chunk_layers(config, pp_rank, chunk)
+        layers = ["moe" if moe[i] else "dense" for i in held]
+        if config.mtp_num_layers and config.num_layers - 1 in held:
+            layers.append("norm")  # the decoder's final norm comes before the predictions
         layers += ["mtp"] * _predictions(config, pp_rank, chunk)
         first = pp_rank == 0 and chunk == 0
         last = pp_rank == pp - 1 and chunk == (vpp or 1) - 1
