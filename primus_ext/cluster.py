@@ -44,6 +44,8 @@ class Accelerator:
     """switch, or mesh: every pair has a link of its own, 1/(scale_up_gpus - 1) of the bandwidth."""
     scale_up_gpus: int
     """Most GPUs that one scale-up domain joins."""
+    host_gpus: int
+    """GPUs of a full host; fewer than ``scale_up_gpus`` where a domain is a rack."""
     scale_up_efficiency: dict[str, Figure]
     """Share of it reached by large collectives, by kind (default key ``all``); ``kind/n`` is for
     groups of n GPUs and fewer than the next n that is listed."""
@@ -53,6 +55,10 @@ class Accelerator:
     """Device memory that the driver context and libraries take outside the tensor allocator."""
     communicator_bytes: Figure
     """Device memory that the collective library takes for one process group."""
+    communicator_pair_bytes: Figure
+    """The same for a group of two."""
+    all_to_all_peer_bytes: Figure
+    """What an all-to-all takes besides, for every other member in the scale-up domain."""
     residuals: dict[str, Figure]
     """How far the model may be off, as the half width of the central 80 % of ln(measured/modelled),
     by kind of work (gemm, attention, memory, communication); where there are too few rows for a

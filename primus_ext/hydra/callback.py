@@ -33,8 +33,9 @@ class ProjectionCallback(Callback):
         """Take over.
 
         Args:
-            settings: ``mode``, ``context`` and optionally ``out``, ``fail_on``, ``routing`` (as
-                the files of the ``projection`` group have them) and ``target_cluster`` (content of
+            settings: ``mode``, ``context`` and optionally ``out``, ``fail_on``, ``cache``,
+                ``routing`` (as the files of the ``projection`` group have them) and
+                ``target_cluster`` (content of
                 such a file).
 
         Raises:
@@ -89,7 +90,7 @@ def _path(value: Any) -> str | None:
 
 
 def _check(settings: Mapping[str, Any], surroundings: Mapping[str, Any]) -> None:
-    legal = ("mode", "out", "fail_on", "routing", "target_cluster", "context")
+    legal = ("mode", "out", "fail_on", "cache", "routing", "target_cluster", "context")
     unknown = sorted(set(settings) - set(legal))
     if unknown:
         raise UsageError(
@@ -112,6 +113,11 @@ def _check(settings: Mapping[str, Any], surroundings: Mapping[str, Any]) -> None
         )
 
 
+def _switch(value: Any) -> str:
+    """``on`` or ``off`` as typed, or as YAML reads them; on where nothing was said."""
+    return {None: "on", True: "on", False: "off"}.get(value, str(value))
+
+
 def _request(
     settings: Mapping[str, Any], given: Mapping[str, Any], directory: Path, model: str
 ) -> Request:
@@ -132,6 +138,7 @@ def _request(
         scratch=Path(scratch),
         target_cluster=settings.get("target_cluster"),
         fail_on=given.get("fail_on") or settings.get("fail_on"),
+        cache=_switch(given.get("cache", settings.get("cache"))),
         routing=_path(given.get("routing") or settings.get("routing")),
         removed=tuple(ours),
         name=model,

@@ -7,18 +7,31 @@ below autograd, so nothing depends on how a framework organises its modules.
 from __future__ import annotations
 
 import contextlib
+import functools
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 from primus_ext.observe import classify
+from primus_ext.observe.allocations import Kinds, Log, Logs
 from primus_ext.trace import Call, Op, ScopeKind
 
+_DEVICE = torch.ops.prim.device.default
+_META = torch.device("meta")
 _current: list[Recorder] = []
+_MADE = (torch.ops.aten.lift_fresh.default,)
+"""Views by their schema that are all a mode sees of a new tensor: ``torch.tensor(value)``."""
+
+
+@functools.cache
+def _op_name(func: Any) -> str:
+    """E.g. ``aten.mm``."""
+    return str(func._schema.name).replace("::", ".")
 
 
 def current() -> Recorder | None:
@@ -32,7 +45,14 @@ class LiveBytes:
     Beside all storages those that were made since :meth:`mark` are counted on their own.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, kind_of: Callable[[int, str], int]) -> None:
+        """Nothing is live.
+
+        Args:
+            kind_of: Size in bytes and op of a new storage to its kind in the logs.
+        """
+        self.logs = Logs()
+        self._kind_of = kind_of
         self.live = 0
         self.peak = 0
         self.fresh = 0
@@ -41,8 +61,8 @@ class LiveBytes:
         self._epoch = 0
         self._storages: dict[int, tuple[weakref.ref, int, int]] = {}
 
-    def track(self, tensor: torch.Tensor) -> None:
-        """Count the storage of ``tensor`` from now until it is freed."""
+    def track(self, tensor: torch.Tensor, op: str = "") -> None:
+        """Count the storage of ``tensor``, which ``op`` made, from now until it is freed."""
         storage = tensor.untyped_storage()
         key = storage._cdata
         if key in self._storages:
@@ -59,12 +79,34 @@ class LiveBytes:
         self.fresh += size
         self.peak = max(self.peak, self.live)
         self.fresh_peak = max(self.fresh_peak, self.fresh)
+        if size:
+            self.logs.allocated(key, self._kind_of(size, op))
 
     def _forget(self, key: int) -> None:
         _, size, epoch = self._storages.pop(key, (None, 0, -1))
         self.live -= size
         if epoch == self._epoch:
             self.fresh -= size
+        if size:
+            self.logs.freed(key)
+
+    def resized(self, storage: torch.UntypedStorage) -> None:
+        """Count a storage with the size that it has now; no operator tells of that."""
+        key = storage._cdata
+        if key not in self._storages:
+            return
+        ref, before, epoch = self._storages[key]
+        size = storage.nbytes()
+        self._storages[key] = (ref, size, epoch)
+        self.live += size - before
+        if epoch == self._epoch:
+            self.fresh += size - before
+        self.peak = max(self.peak, self.live)
+        self.fresh_peak = max(self.fresh_peak, self.fresh)
+        if before:
+            self.logs.freed(key)
+        if size:
+            self.logs.allocated(key, self._kind_of(size, "resize_"))
 
     def mark(self) -> None:
         """From now on storages are fresh; those that live already no longer are."""
@@ -81,6 +123,10 @@ class LiveBytes:
         """Bytes of the distinct storages of ``tensors`` that are counted as live."""
         keys = {tensor.untyped_storage()._cdata for tensor in tensors}
         return sum(self._storages[key][1] for key in keys if key in self._storages)
+
+    def number(self, tensor: torch.Tensor | None, log: Log) -> int:
+        """The number of a tensor's allocation in a log; -1 if it was not allocated there."""
+        return -1 if tensor is None else log.number(tensor.untyped_storage()._cdata)
 
     def reset_peak(self) -> None:
         """Start new peaks at what is live now."""
@@ -100,7 +146,8 @@ class Recorder(TorchDispatchMode):
         super().__init__()
         self.group_names = group_names
         self.groups_seen: dict[str, tuple[int, ...]] = {}
-        self.memory = LiveBytes()
+        self.kinds = Kinds()
+        self.memory = LiveBytes(self._kind)
         self.ops: list[Op] = []
         self._index: dict[Op, int] = {}
         self.calls: list[tuple[ScopeKind, str, Call]] = []
@@ -123,16 +170,18 @@ class Recorder(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
     ) -> Any:
+        if func is _DEVICE and isinstance(args[0], FakeTensor):  # two of three dispatches
+            return _META if args[0].fake_mode.in_kernel_invocation else args[0].fake_device
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
-        if func.namespace == "prim" or getattr(func, "is_view", False):
+        if func.namespace == "prim" or (getattr(func, "is_view", False) and func not in _MADE):
             return out
         produced = [t for t in tree_iter(out) if isinstance(t, torch.Tensor)]
         if self._fused_depth:
             self._fused_made += [weakref.ref(t) for t in produced]
             return out
         for tensor in produced:
-            self.memory.track(tensor)
+            self.memory.track(tensor, _op_name(func))
         if self.recording:
             found = classify.classify(func, args, kwargs, produced, self)
             if found is not None:
@@ -154,6 +203,14 @@ class Recorder(TorchDispatchMode):
         prefix = f"{name}."
         module = "" if module == name else module.removeprefix(prefix)
         self.calls.append((kind, name, Call(op=index, phase=self.phase, module=module)))
+
+    def _kind(self, size: int, op: str) -> int:
+        """Kind of a new storage, by where the program is."""
+        kind, name = self.scope
+        module = self.modules[-1] if self.modules else ""
+        if not module or (name and module.startswith(name)):
+            module = f"{kind}{module[len(name) :]}"
+        return self.kinds.of(size, op, module, self.phase)
 
     def kernel(
         self, name: str, inputs: list[torch.Tensor], outputs: list[torch.Tensor]
@@ -180,10 +237,10 @@ class Recorder(TorchDispatchMode):
         for ref in self._fused_made:
             tensor = ref()
             if tensor is not None:
-                self.memory.track(tensor)
+                self.memory.track(tensor, f"fused.{name}")
         self._fused_made.clear()
         for tensor in outputs:
-            self.memory.track(tensor)
+            self.memory.track(tensor, f"fused.{name}")
         if self.recording:
             self._append(classify.memory_op(f"fused.{name}", inputs, outputs))
 

@@ -58,6 +58,7 @@ def project(
     step = _Step(plan, stages, cluster, shape)
     terms, kinds = step.terms()
     step_s = sum(term.exposed_seconds for term in terms)
+    judged = memory.verdict(plan, stages, cluster, shape)
     return Projection(
         plan=plan,
         program=program,
@@ -67,11 +68,11 @@ def project(
             "total_parameters": sum(trace.global_parameters for trace in stages),
             "active_parameters": sum(trace.active_parameters for trace in stages),
         },
-        memory=memory.verdict(plan, stages, cluster, shape),
+        memory=judged,
         throughput=throughput(plan, stages, cluster, step_s, kinds),
         breakdown=tuple(terms),
         not_modelled=caveats.not_modelled(plan, stages, cluster),
-        warnings=(*warnings, *unknown_ops(stages)),
+        warnings=(*warnings, *judged.notes, *unknown_ops(stages)),
         provenance={
             "binding_pp_rank": step.binding,
             "prices": "model: published peaks, bandwidths and efficiencies",

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import json
 import shutil
 import traceback
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from primus_ext.runner import child, folder, local_device, target
+from primus_ext.runner import child, folder, local_device, target, tracing
 from primus_ext.runner.command import Command
 from primus_ext.runner.outcome import Exit, Outcome, UsageError, close, say
 
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 
 MODES = ("on", "simulate", "measure", "both", "tune", "check")
 OFFERED = ("on", "simulate")
+CACHE = ("on", "off")
 FAIL_ON = {"oom": ("oom",), "at_risk": ("at_risk", "oom")}
 """Value of ``+projection.fail_on`` to the verdicts that it gates."""
 
@@ -43,6 +45,8 @@ class Request:
     fail_on: str | None = None
     routing: str | None = None
     """Absolute path of recorded token counts of experts, None for balanced ones."""
+    cache: str = "on"
+    """Whether traces are kept and used again: one of :data:`CACHE`."""
     removed: tuple[str, ...] = ()
     """Our overrides, as they were typed."""
     name: str = ""
@@ -87,6 +91,10 @@ def _project(request: Request) -> Outcome:
     if request.fail_on is not None and request.fail_on not in FAIL_ON:
         raise UsageError(
             f"+projection.fail_on={request.fail_on} is unknown; legal: {', '.join(FAIL_ON)}"
+        )
+    if request.cache not in CACHE:
+        raise UsageError(
+            f"+projection.cache={request.cache} is unknown; legal: {', '.join(CACHE)}"
         )
     cluster = _cluster(request)
     projection = _composed(request, mode, cluster, notes)
@@ -133,18 +141,29 @@ def _composed(request: Request, mode: str, cluster: Cluster, notes: list[str]) -
     from primus_ext.runner import emulation
 
     with ProgressBar() as bar:
-        answer = child.run(
+        answer = tracing.answer(
             _question(request, mode, cluster),
             request.command.options,
             request.scratch,
             request.out / "child.log",
             bar.update,
+            cached=request.cache == "on",
         )
         bar.update(1, 1, "composing")
         try:
             return emulation.priced(answer, mode, cluster, notes)
         except ValueError as error:  # the target can't run this plan
             raise UsageError(str(error)) from error
+
+
+def _table(path: str) -> Any:
+    """Recorded token counts; their content, not their place, is part of what is asked."""
+    try:
+        return json.loads(Path(path).read_text())
+    except (OSError, ValueError) as error:
+        raise UsageError(
+            f"+projection.routing={path} can't be read: {error}; name a JSON file of token counts"
+        ) from error
 
 
 def _question(request: Request, mode: str, cluster: Cluster) -> dict[str, Any]:
@@ -159,16 +178,17 @@ def _question(request: Request, mode: str, cluster: Cluster) -> dict[str, Any]:
         "cwd": request.cwd,
         "overrides_removed": list(request.removed),
         "name": request.name,
-        **({} if request.routing is None else {"routing": request.routing}),
+        **({} if request.routing is None else {"routing": _table(request.routing)}),
         **emulation.question(cluster),
     }
 
 
 def _write(projection: Projection, directory: Path) -> Path:
-    from primus_ext.report import files
+    from primus_ext.report import files, memory_page
 
     try:
         files.write(projection, directory)
+        memory_page.write(projection, directory)
     except OSError as error:
         raise UsageError(
             f"+projection.out={directory} could not be written: {error.strerror or error}; name a "
