@@ -137,7 +137,7 @@ def attention(job: Job, direction: str) -> Op:
 
 def traffic(name: str, size: int, family: Family = Family.MEMORY) -> Op:
     """A kernel that moves ``size`` bytes."""
-    return Op(name=name, family=family, inputs=(), outputs=(), flops=0, bytes=size)
+    return Op(name=f"fused.{name}", family=family, inputs=(), outputs=(), flops=0, bytes=size)
 
 
 def collective(

@@ -27,7 +27,9 @@ def main(request_path: str) -> None:
             ``world_size``, ``gpus_per_node`` and ``formats`` (numbers it computes in): the target.
             ``frameworks``: modules that hook entry points.  ``result``: where the answer goes.
             Optional: ``name`` of the model; ``ranks``, global ranks to run instead of one of each
-            kind; ``whole``, run Megatron's own loop for them and report its peak; ``storage``,
+            kind; ``routing``, recorded token counts of experts, as a table or the path of one (see
+            ``expert_load``); ``routing_out``, path where the counts of real tensors go; ``whole``,
+            run Megatron's own loop for them and report its peak; ``storage``,
             ``real`` for tensors with data (small jobs); ``rendezvous``, the file over which real
             processes meet that are the ranks (gloo; with ``whole`` and ``storage=real``);
             ``origins``, False to leave out where dimensions come from, half of the time;
@@ -90,7 +92,15 @@ def _left(session: sessions.Session, leaving: SystemExit) -> None:
 
 def install(request: dict[str, Any]) -> None:
     """Put the virtual world in place; before anything of the frameworks is imported."""
-    from primus_ext.emulate import apex_wgrad, registry, te, tripwire, triton_kernels, virtual_cuda
+    from primus_ext.emulate import (
+        apex_wgrad,
+        deep_ep,
+        registry,
+        te,
+        tripwire,
+        triton_kernels,
+        virtual_cuda,
+    )
 
     world, local = int(request["world_size"]), int(request["gpus_per_node"])
     os.environ.update(
@@ -105,6 +115,7 @@ def install(request: dict[str, Any]) -> None:
     virtual_cuda.install(virtual_cuda.DeviceProfile(device_count=local, **device))
     te.install(compute_capability=device["compute_capability"])
     apex_wgrad.install()
+    deep_ep.install()
     registry.apply_all(triton_kernels.GROUP)
     tripwire.arm()
     for framework in request["frameworks"]:

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from primus_ext.emulate import registry, shims_fake  # noqa: F401  (shims_fake declares)
+from primus_ext.emulate import registry, selection, shims_fake  # noqa: F401  (declares)
 
 _library: torch.library.Library | None = None
 _member: int | None = None
@@ -90,6 +90,9 @@ class HostReads(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
     ) -> Any:
         """Answer scalar reads of fake tensors; pass everything else on."""
+        known = selection.shaped(func, args)
+        if known is not None:
+            return known
         if func is torch.ops.aten._local_scalar_dense.default and isinstance(args[0], FakeTensor):
             if args[0].constant is not None:  # made from a Python number: it has a value
                 return args[0].constant.item()

@@ -33,8 +33,9 @@ class ProjectionCallback(Callback):
         """Take over.
 
         Args:
-            settings: ``mode``, ``context`` and optionally ``out``, ``fail_on``, ``cache`` (as the
-                files of the ``projection`` group have them) and ``target_cluster`` (content of
+            settings: ``mode``, ``context`` and optionally ``out``, ``fail_on``, ``cache``,
+                ``routing`` (as the files of the ``projection`` group have them) and
+                ``target_cluster`` (content of
                 such a file).
 
         Raises:
@@ -84,8 +85,12 @@ def _plain(value: Any) -> Any:
     return OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
 
 
+def _path(value: Any) -> str | None:
+    return None if value is None else str(Path(str(value)).absolute())
+
+
 def _check(settings: Mapping[str, Any], surroundings: Mapping[str, Any]) -> None:
-    legal = ("mode", "out", "fail_on", "cache", "target_cluster", "context")
+    legal = ("mode", "out", "fail_on", "cache", "routing", "target_cluster", "context")
     unknown = sorted(set(settings) - set(legal))
     if unknown:
         raise UsageError(
@@ -134,6 +139,7 @@ def _request(
         target_cluster=settings.get("target_cluster"),
         fail_on=given.get("fail_on") or settings.get("fail_on"),
         cache=_switch(given.get("cache", settings.get("cache"))),
+        routing=_path(given.get("routing") or settings.get("routing")),
         removed=tuple(ours),
         name=model,
         environment=dict(os.environ),

@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_iter
 
 from primus_ext.observe import (
     classify_c10d,
+    classify_deep_ep,
     classify_fsdp,
     classify_functional,
     classify_te,
@@ -67,6 +68,8 @@ def classify(
         return classify_functional.classify(name, args, produced, recorder)
     if func.namespace == "c10d":
         return classify_c10d.classify(name, func, args, kwargs, recorder)
+    if func.namespace == "primus_deep_ep":
+        return classify_deep_ep.classify(name, func, args, kwargs, produced, recorder)
     if func.namespace == "primus_te":
         return classify_te.classify(name, func, args, kwargs, produced)
     if func.namespace == "fsdp":

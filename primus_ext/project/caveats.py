@@ -30,8 +30,19 @@ def not_modelled(plan: Plan, stages: Sequence[RankTrace], cluster: Cluster) -> t
         cluster: The target.
     """
     lines = []
+    if plan.flags.get("transformer_engine_absent") and (
+        plan.flags.get("transformer_impl") == "transformer_engine"
+    ):
+        lines.append(
+            "Transformer Engine is not installed here: its layers are those of a stand-in, "
+            "Megatron's linear layers with this package's norm, attention and grouped experts"
+        )
     if plan.model.num_experts:
-        lines.append("imbalance between experts: every expert gets the same number of tokens")
+        lines.append(
+            "tokens of experts on other ranks: every rank routes as the recorded one"
+            if plan.flags.get("recorded_routing")
+            else "imbalance between experts: every expert gets the same number of tokens"
+        )
     if plan.flags.get("moe_shared_expert_overlap") or plan.flags.get(
         "overlap_moe_expert_parallel_comm"
     ):

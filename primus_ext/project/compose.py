@@ -16,6 +16,7 @@ from primus_ext.project.programs import Shape
 from primus_ext.project.result import Projection, Term
 from primus_ext.project.schedule import Timeline, simulate_repeating
 from primus_ext.project.throughput import throughput
+from primus_ext.project.unknown_ops import unknown_ops
 from primus_ext.trace import Collective, CollectiveKind, RankTrace, to_plain
 
 GRID = 2.0**-40
@@ -71,7 +72,7 @@ def project(
         throughput=throughput(plan, stages, cluster, step_s, kinds),
         breakdown=tuple(terms),
         not_modelled=caveats.not_modelled(plan, stages, cluster),
-        warnings=(*warnings, *judged.notes),
+        warnings=(*warnings, *judged.notes, *unknown_ops(stages)),
         provenance={
             "binding_pp_rank": step.binding,
             "prices": "model: published peaks, bandwidths and efficiencies",

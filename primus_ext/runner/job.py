@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import json
 import shutil
 import traceback
 from collections.abc import Mapping
@@ -42,6 +43,8 @@ class Request:
     target_cluster: Mapping[str, Any] | None
     """Content of the ``target_cluster`` file, None where none was named."""
     fail_on: str | None = None
+    routing: str | None = None
+    """Absolute path of recorded token counts of experts, None for balanced ones."""
     cache: str = "on"
     """Whether traces are kept and used again: one of :data:`CACHE`."""
     removed: tuple[str, ...] = ()
@@ -153,6 +156,16 @@ def _composed(request: Request, mode: str, cluster: Cluster, notes: list[str]) -
             raise UsageError(str(error)) from error
 
 
+def _table(path: str) -> Any:
+    """Recorded token counts; their content, not their place, is part of what is asked."""
+    try:
+        return json.loads(Path(path).read_text())
+    except (OSError, ValueError) as error:
+        raise UsageError(
+            f"+projection.routing={path} can't be read: {error}; name a JSON file of token counts"
+        ) from error
+
+
 def _question(request: Request, mode: str, cluster: Cluster) -> dict[str, Any]:
     """What the bootstrap is asked; see :mod:`primus_ext.emulate.bootstrap`."""
     from primus_ext.runner import emulation
@@ -165,6 +178,7 @@ def _question(request: Request, mode: str, cluster: Cluster) -> dict[str, Any]:
         "cwd": request.cwd,
         "overrides_removed": list(request.removed),
         "name": request.name,
+        **({} if request.routing is None else {"routing": _table(request.routing)}),
         **emulation.question(cluster),
     }
 

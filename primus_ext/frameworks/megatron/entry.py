@@ -8,7 +8,7 @@ import traceback
 from collections.abc import Callable
 from typing import Any
 
-from primus_ext.emulate import registry, session
+from primus_ext.emulate import no_te, registry, session
 from primus_ext.frameworks.megatron import (  # noqa: F401  (declare)
     chunk_sort,
     fsdp_patches,
@@ -26,6 +26,8 @@ def install() -> None:
     """Hook ``megatron.training.pretrain`` before the program can import it."""
     registry.apply_all("megatron")
     registry.apply_all("megatron_entry")
+    if no_te.absent():
+        no_te.install()
 
 
 @registry.patch("megatron.training.training", "pretrain", group="megatron_entry",

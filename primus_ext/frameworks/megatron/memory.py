@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.utils._pytree import tree_iter
 
+from primus_ext.emulate import deep_ep
 from primus_ext.observe.recorder import Recorder
 from primus_ext.trace import StaticEvents, StaticMemory
 
@@ -85,6 +86,7 @@ class StaticSizes:
             optimizer=self.optimizer,
             workspaces=recorder.memory.live - static - leftovers,
             step_peak_bytes=step_peak,
+            libraries=deep_ep.held_bytes(),
         )
 
     def events(

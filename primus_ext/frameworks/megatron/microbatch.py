@@ -13,7 +13,8 @@ import torch
 from torch.utils._pytree import tree_iter
 
 from primus_ext.emulate import session
-from primus_ext.frameworks.megatron import plans
+from primus_ext.frameworks.megatron import plans, roles
+from primus_ext.frameworks.megatron.real_values import fill
 from primus_ext.observe.allocations import Log
 from primus_ext.observe.recorder import LiveBytes, Recorder
 from primus_ext.observe.scopes import OUTPUT, Scopes, segments
@@ -30,10 +31,10 @@ def batches(args: Any) -> Iterator[dict[str, torch.Tensor]]:
     make, counting = (torch.zeros, torch.ones) if real else (torch.empty, torch.empty)
     while True:
         yield {
-            "tokens": make(shape, dtype=torch.int64),
-            "labels": make(shape, dtype=torch.int64),
-            "loss_mask": counting(shape, dtype=torch.float32),
-            "position_ids": make(shape, dtype=torch.int64),
+            "tokens": fill(make(shape, dtype=torch.int64), args.padded_vocab_size),
+            "labels": fill(make(shape, dtype=torch.int64), args.padded_vocab_size),
+            "loss_mask": fill(counting(shape, dtype=torch.float32)),
+            "position_ids": fill(make(shape, dtype=torch.int64), args.seq_length),
         }
 
 
@@ -66,6 +67,9 @@ class Microbatch:
         self._gradient: Any = None
         self._output: Any = None
         self._tokens: Any = None
+        self._sent: tuple[int, ...] = ()
+        self.graph_bytes = 0
+        """Known after the backward: see :meth:`_held_by_graph`."""
         self.boundary = 0
         """Bytes of the activation sent to the next stage (0 on the last)."""
         self.stub = 0
@@ -92,7 +96,7 @@ class Microbatch:
                 module.is_first_microbatch = first
         config, peak = self._config, self._recorder.memory
         with self._synchronisation(), self._recorder.collect("forward") as calls:
-            self._received = None if self.has_embedding else _boundary(config, requires_grad=True)
+            self._received = None if self.has_embedding else _received(config, self._index)
             self._output, self._tokens = schedules.forward_step(
                 self._step, batches(plans.arguments()), self._chunk, 1, self._hand(self._received),
                 self._losses, config, config.context_parallel_size, is_first_microbatch=first,
@@ -104,6 +108,7 @@ class Microbatch:
             output = _tensors(self._output)[0]
             self._note("output", output)
             self.boundary = output.numel() * output.element_size()
+            self._sent = tuple(output.shape)
             schedules.deallocate_output_tensor(output, config.deallocate_pipeline_outputs)
             if config.deallocate_pipeline_outputs:
                 self.stub = output.element_size()
@@ -133,7 +138,7 @@ class Microbatch:
             scopes.in_backward = True
             recorder.scope = (ScopeKind.OUTPUT, OUTPUT)
             if not self.has_output:
-                self._gradient = _boundary(config, requires_grad=False)
+                self._gradient = fill(torch.empty(self._sent, dtype=config.pipeline_dtype))
             received, gradient = self._hand(self._received), self._hand(self._gradient)
             schedules.backward_step(received, self._output, gradient, config)
             del received, gradient
@@ -146,9 +151,26 @@ class Microbatch:
             self._note("received", self._received)
             self._note("input_gradient", self._received.grad)
             recorder.memory.untrack(_tensors(transfers))
+        self.graph_bytes = self._held_by_graph()
         self._received = self._gradient = self._output = self._tokens = None
         gc.collect()
         return calls
+
+    def _held_by_graph(self) -> int:
+        """Bytes that live as long as a loss which is rebound: attributes of autograd functions.
+
+        What a function saves for its backward is freed by it; what it keeps otherwise (the handle
+        of DeepEP's dispatch) goes with the graph.
+        """
+        if self.has_embedding or not self.has_output or self._interleaved:
+            return 0
+        memory = self._recorder.memory
+        before, own = memory.live, memory.size_of(_tensors(self._output))
+        self._output, last = None, -1
+        while memory.live != last:  # a function is collected only after those behind it
+            last = memory.live
+            gc.collect()
+        return before - memory.live - own
 
 
 def record(make: Callable[[list[Any]], Microbatch], memory: LiveBytes, index: int,
@@ -179,7 +201,7 @@ def record(make: Callable[[list[Any]], Microbatch], memory: LiveBytes, index: in
         forward_peak_bytes=one.forward_peaks[0],
         backward_peak_bytes=one.backward_peak - base - logged,
         logged_bytes=logged,
-        counted_bytes=counted,
+        counted_bytes=counted + one.graph_bytes,
         stub_bytes=one.stub,
         leftover_bytes=memory.live - base - logged,
         forward_peak_after_bytes=one.forward_peaks[1] - base,
@@ -250,14 +272,22 @@ def _position(chunk: Any) -> tuple[bool, bool]:
     return bool(embedding), bool(output)
 
 
-def _boundary(config: Any, requires_grad: bool) -> torch.Tensor:
-    """The activation (or its gradient) that a pipeline stage receives: ``[seq, mbs, hidden]``."""
+def _received(config: Any, chunk: int) -> torch.Tensor:
+    """The activation that a chunk receives: ``[seq, mbs, hidden]``.
+
+    Behind a stage with multi-token prediction the sequence comes once more for each prediction.
+    """
+    from megatron.core import parallel_state
+
     args = plans.arguments()
     length = args.seq_length // config.context_parallel_size
     if config.sequence_parallel:
         length //= config.tensor_model_parallel_size
+    stage = chunk * config.pipeline_model_parallel_size
+    stage += parallel_state.get_pipeline_model_parallel_rank()
+    length *= 1 + roles.predictions_before(config, stage)
     shape = (length, args.micro_batch_size, config.hidden_size)
-    return torch.empty(shape, dtype=config.pipeline_dtype, requires_grad=requires_grad)
+    return fill(torch.empty(shape, dtype=config.pipeline_dtype, requires_grad=True))
 
 
 def record_step(

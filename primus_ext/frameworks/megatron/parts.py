@@ -55,14 +55,16 @@ def counts(chunks: list[nn.Module], args: Any, config: Any) -> tuple[int, int, i
 
     Returns:
         Elements on this rank as the module holds them; elements of the stage with tp, ep and etp
-        shards put together and without vocabulary padding; of these, what one token passes
-        through (top-k of the routed experts).
+        shards put together, without vocabulary padding and without copies of another stage's
+        weights; of these, what one token passes through (top-k of the routed experts).
     """
     local = total = 0
     active = 0.0
     for chunk in chunks:
         for name, parameter in chunk.named_parameters():
             local += parameter.numel()
+            if getattr(parameter, "shared", False):  # a copy of the first stage's embedding
+                continue
             expert = ".experts." in name and "shared_experts" not in name
             whole = parameter.numel() * _shards(parameter, expert, args)
             if name.endswith(("word_embeddings.weight", "output_layer.weight")):

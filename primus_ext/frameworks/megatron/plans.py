@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from primus_ext import __version__
+from primus_ext.emulate import no_te
 from primus_ext.emulate.session import ProgramError, current
 from primus_ext.frameworks.megatron import roles
 from primus_ext.plan import Batch, Model, Parallelism, Plan, Precision, ProgramRef, Recompute
@@ -60,6 +61,7 @@ def read(args: Any, config: Any) -> Plan:
         config: Its transformer config.
     """
     parallelism = _parallelism(args, config)
+    recorded = current().request.get("routing") is not None
     return Plan(
         model=_model(args, config),
         parallelism=parallelism,
@@ -85,6 +87,7 @@ def read(args: Any, config: Any) -> Plan:
             for name in _FLAGS
             if isinstance(getattr(args, name, None), (bool, int, float, str))
         }
+        | {"transformer_engine_absent": no_te.absent(), "recorded_routing": recorded}
         | {name: os.environ[name] for name in _ENVIRONMENT if name in os.environ},
     )
 

@@ -10,7 +10,7 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
-from primus_ext.emulate import real_peers, session, tripwire, virtual_world
+from primus_ext.emulate import echoing_peers, real_peers, session, tripwire, virtual_world
 from primus_ext.frameworks.megatron import (
     equal,
     fsdp,
@@ -20,6 +20,7 @@ from primus_ext.frameworks.megatron import (
     plans,
     probe,
     roles,
+    routing,
     settle,
 )
 from primus_ext.observe.recorder import Recorder
@@ -52,11 +53,17 @@ def trace(
         original: Megatron's ``pretrain``.
         call: The user's arguments to it.
         pp_ranks: Pipeline ranks that hold the same modules.
-        rank: Global rank to be; by default the first of the stage.
+        rank: Global rank to be; by default the first of the stage, or the first whose experts get
+            most of the tokens, where their numbers were recorded.
     """
-    member = roles.global_rank(pp_ranks[0], plans.arguments()) if rank is None else rank
+    if rank is None:
+        args = plans.arguments()
+        config = plans.transformer_config(call.arguments["cfg_container"])
+        rank = roles.global_rank(pp_ranks[0], args) + roles.heaviest(pp_ranks[0], args, config)
     record = fsdp.record if fsdp.is_sharded(plans.arguments()) else _record
-    return run(original, call, member, functools.partial(record, pp_ranks=pp_ranks))
+    result = run(original, call, rank, functools.partial(record, pp_ranks=pp_ranks))
+    routing.save(session.current().request.get("routing_out"))
+    return result
 
 
 def run(
@@ -100,6 +107,8 @@ def run(
         recorder.group_names.update(memory.group_names())
         if request.get("storage", "none") == "none":
             world.enter_context(virtual_world.no_storage())
+        elif observer is None and "rendezvous" not in request:
+            world.enter_context(echoing_peers.EchoingPeers())
         world.enter_context(recorder)
         return setup(*a, **k)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from primus_ext.emulate.session import ProgramError
+from primus_ext.frameworks.megatron import expert_load
 
 
 def layer_is_moe(config: Any) -> tuple[bool, ...]:
@@ -30,9 +31,11 @@ def stage_chunks(config: Any, pp_rank: int) -> list[tuple[str, ...]]:
     moe = layer_is_moe(config)
     chunks = []
     for chunk in range(vpp or 1):
-        layers = [
-            "moe" if moe[i] else "dense" for i in chunk_layers(config, pp_rank, chunk)
-        ]
+        held = chunk_layers(config, pp_rank, chunk)
+        layers = ["moe" if moe[i] else "dense" for i in held]
+        if config.mtp_num_layers and config.num_layers - 1 in held:
+            layers.append("norm")  # the decoder's final norm comes before the predictions
+        layers += ["mtp"] * _predictions(config, pp_rank, chunk)
         first = pp_rank == 0 and chunk == 0
         last = pp_rank == pp - 1 and chunk == (vpp or 1) - 1
         chunks.append((*(["embedding"] if first else []), *layers, *(["output"] if last else [])))
@@ -69,12 +72,51 @@ def chunk_layers(config: Any, pp_rank: int, chunk: int) -> range:
     return range(start, start + count)
 
 
+def _predictions(config: Any, pp_rank: int, chunk: int) -> int:
+    """Multi-token-prediction layers that a layout puts into a chunk."""
+    stage = chunk * config.pipeline_model_parallel_size + pp_rank
+    return predictions_before(config, stage + 1) - predictions_before(config, stage)
+
+
+def predictions_before(config: Any, stage: int) -> int:
+    """Multi-token-prediction layers in the virtual stages before ``stage`` (a layout puts them)."""
+    from megatron.core.transformer.enums import LayerType
+
+    layout = config.pipeline_model_parallel_layout
+    if layout is None:  # they are in the last stage
+        return 0
+    stages = [column for chunks in zip(*layout.layout, strict=True) for column in chunks]
+    return sum(held.count(LayerType.mtp) for held in stages[:stage])
+
+
 def distinct_stages(arguments: Any, config: Any) -> list[tuple[int, ...]]:
     """Pipeline ranks grouped by what they hold; the first of each group is run."""
     groups: dict[tuple, list[int]] = {}
+    recorded = expert_load.table()
     for pp_rank in range(config.pipeline_model_parallel_size):
-        groups.setdefault(tuple(stage_chunks(config, pp_rank)), []).append(pp_rank)
+        # with recorded counts no two layers are alike
+        counts = (
+            tuple(recorded.layers.get(name) for name in moe_layers(config, pp_rank))
+            if recorded
+            else ()
+        )
+        groups.setdefault((*stage_chunks(config, pp_rank), counts), []).append(pp_rank)
     return [tuple(members) for members in groups.values()]
+
+
+def moe_layers(config: Any, pp_rank: int) -> list[str]:
+    """Keys, in a table of token counts, of the mixture-of-experts layers of a pipeline rank."""
+    moe = layer_is_moe(config)
+    chunks = range(config.virtual_pipeline_model_parallel_size or 1)
+    held = [layer for chunk in chunks for layer in chunk_layers(config, pp_rank, chunk)]
+    return [str(layer + 1) for layer in held if moe[layer]]
+
+
+def heaviest(pp_rank: int, arguments: Any, config: Any) -> int:
+    """How far behind the first rank of its stage the one with most tokens for its experts is."""
+    ep_rank = expert_load.heaviest_ep_rank(moe_layers(config, pp_rank), config)
+    etp = arguments.expert_tensor_parallel_size or arguments.tensor_model_parallel_size
+    return ep_rank * etp
 
 
 def global_rank(pp_rank: int, arguments: Any) -> int:

@@ -1,0 +1,28 @@
+"""Values for what a rank gets from outside, where tensors have any: tokens and activations."""
+
+from __future__ import annotations
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+
+from primus_ext.emulate.host_tensor import host_values
+
+_SEED = 1234
+
+
+def fill(tensor: torch.Tensor, below: int | None = None) -> torch.Tensor:
+    """Give a new tensor values that are the same in every run; the tensor itself.
+
+    Args:
+        tensor: Left alone if it has no storage.
+        below: Integers from 0 to this; None: standard normal numbers.
+    """
+    if isinstance(tensor, FakeTensor):
+        return tensor
+    generator = torch.Generator().manual_seed(_SEED)
+    with host_values(), torch.no_grad():
+        if below is None:
+            tensor.normal_(generator=generator)
+        else:
+            tensor.random_(0, below, generator=generator)
+    return tensor
