@@ -73,7 +73,8 @@ class Collective:
     the message.  (The convention of nccl-tests.)"""
     dtype: str
     asynchronous: bool = False
-    """Issued with ``async_op=True`` (a later wait makes it exposed only as far as it must be)."""
+    """The caller went on with a handle (``async_op=True``, every send and receive): it is exposed
+    only as far as the calls that wait for it (:attr:`Call.after`) make it so."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -103,7 +104,11 @@ class Op:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Call:
-    """``count`` consecutive or scattered executions of one op inside a segment, in order."""
+    """One execution of an op; calls stand in the order in which the host issued them.
+
+    Calls of one stream run in order.  An asynchronous collective runs beside its stream, in the
+    order of its group's collectives.
+    """
 
     op: int
     """Index into :attr:`RankTrace.ops`."""
@@ -111,6 +116,12 @@ class Call:
     """forward, backward, or recompute (forward work repeated inside the backward pass)."""
     module: str
     """Name of the innermost module below the segment that ran it, '' where unknown."""
+    stream: int = 0
+    """Stream it was issued from: 0 is the compute stream, others are numbered by their first use
+    in the recorded forward, backward or step."""
+    after: tuple[int, ...] = ()
+    """What it waits for beside earlier calls of its stream, as the program said (``Work.wait``,
+    ``wait_stream``, ``wait_event``): how many places before it in the same list of calls."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

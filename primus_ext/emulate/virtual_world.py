@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from primus_ext.emulate import registry, shims_fake  # noqa: F401  (shims_fake declares)
+from primus_ext.emulate import registry, shims_fake, shims_work  # noqa: F401  (they declare)
 
 _library: torch.library.Library | None = None
 
@@ -26,6 +26,7 @@ def join(rank: int, world_size: int, gpus_per_node: int) -> None:
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     _register_meta_collectives()
+    registry.apply_all("peers")
     os.environ.update(
         RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank % gpus_per_node)
     )

@@ -60,7 +60,8 @@ def classify(name: str, func: Any, args: tuple, kwargs: dict, recorder: Recorder
     if len(recorder.groups_seen[group]) == 1 or kind is CollectiveKind.BARRIER:
         return None
     buffers = [t for t in tree_iter(args[buffer_at]) if isinstance(t, torch.Tensor)]
-    asynchronous = _is_asynchronous(func, args, kwargs)
+    # a send or receive always has a handle; who waits for it at once is seen from the wait
+    asynchronous = kind is CollectiveKind.SEND_RECV or _is_asynchronous(func, args, kwargs)
     size = sum(t.numel() * t.element_size() for t in buffers)
     dtype = dtype_name(buffers[0].dtype)
     family = Family.P2P if kind is CollectiveKind.SEND_RECV else Family.COLLECTIVE
@@ -69,6 +70,21 @@ def classify(name: str, func: Any, args: tuple, kwargs: dict, recorder: Recorder
         bytes=0, collective=Collective(kind=kind, group=group, bytes=size, dtype=dtype,
                                        asynchronous=asynchronous),
     )  # fmt: skip
+
+
+def handle(op: Op, out: Any) -> Any:
+    """The ``Work`` of a collective that the program goes on without; None for other calls.
+
+    Args:
+        op: What :func:`classify` made of the dispatch.
+        out: Its result.
+    """
+    if op.collective is None or not op.collective.asynchronous:
+        return None
+    for leaf in tree_iter(out):
+        if isinstance(leaf, torch.ScriptObject):
+            return dist.Work.unbox(leaf)
+    raise UnknownCollective(f"{op.name} is asynchronous and gave nothing to wait for")
 
 
 def _is_asynchronous(func: Any, args: tuple, kwargs: dict) -> bool:

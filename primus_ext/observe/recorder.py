@@ -15,7 +15,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
-from primus_ext.observe import classify
+from primus_ext.observe import classify, classify_c10d, streams
 from primus_ext.trace import Call, Op, ScopeKind
 
 _current: list[Recorder] = []
@@ -108,6 +108,7 @@ class Recorder(TorchDispatchMode):
         self.phase = "forward"
         self.modules: list[str] = []
         self.recording = False
+        self.streams = streams.Streams()
         self._fused_depth = 0
         self._fused_made: list[weakref.ref] = []
 
@@ -136,7 +137,7 @@ class Recorder(TorchDispatchMode):
         if self.recording:
             found = classify.classify(func, args, kwargs, produced, self)
             if found is not None:
-                self._append(found)
+                self._append(found, out)
         return out
 
     def forget(self) -> None:
@@ -144,7 +145,7 @@ class Recorder(TorchDispatchMode):
         self.ops.clear()
         self._index.clear()
 
-    def _append(self, op: Op) -> None:
+    def _append(self, op: Op, out: Any = None) -> None:
         index = self._index.get(op)
         if index is None:
             index = self._index[op] = len(self.ops)
@@ -153,7 +154,13 @@ class Recorder(TorchDispatchMode):
         module = self.modules[-1] if self.modules else ""
         prefix = f"{name}."
         module = "" if module == name else module.removeprefix(prefix)
-        self.calls.append((kind, name, Call(op=index, phase=self.phase, module=module)))
+        place = len(self.calls)
+        work = classify_c10d.handle(op, out)
+        stream, after = self.streams.issue(place, streams.current(), work is not None)
+        if work is not None:
+            self.streams.works(place, work)
+        call = Call(op=index, phase=self.phase, module=module, stream=stream, after=after)
+        self.calls.append((kind, name, call))
 
     def kernel(
         self, name: str, inputs: list[torch.Tensor], outputs: list[torch.Tensor]
@@ -202,11 +209,12 @@ class Recorder(TorchDispatchMode):
     @contextlib.contextmanager
     def collect(self, phase: str) -> Iterator[list[tuple[ScopeKind, str, Call]]]:
         """Record calls of ``phase`` into the yielded list."""
-        previous = self.calls, self.phase, self.recording, self.scope
+        previous = self.calls, self.phase, self.recording, self.scope, self.streams
         self.calls, self.phase, self.recording = [], phase, True
+        self.streams = streams.Streams()
         self.scope = (ScopeKind.OTHER, "")
         mine = self.calls
         try:
             yield mine
         finally:
-            self.calls, self.phase, self.recording, self.scope = previous
+            self.calls, self.phase, self.recording, self.scope, self.streams = previous

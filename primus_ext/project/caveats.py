@@ -13,9 +13,9 @@ _ALWAYS = (
     "kernel launches that the host does not keep up with: the device is assumed to have work",
     "clocks under sustained load: efficiencies come from microbenchmarks",
     "compute slowed down by collectives that run beside it, and the reverse",
+    "collectives of several groups at the same time: each has the links to itself",
     "contention between nodes: every GPU has the full bandwidth of its NIC",
     "data loading, logging, evaluation, checkpoints, stragglers and jitter",
-    "the wait of an asynchronous collective is placed after the next matrix product or attention",
 )
 
 

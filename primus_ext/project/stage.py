@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from primus_ext.cost.model import CostModel
 from primus_ext.cost.priced import CostError
+from primus_ext.project import lanes
 from primus_ext.project.ledger import Kind, Ledger, TermName
 from primus_ext.trace import Call, Collective, Family, Op, RankTrace, ScopeKind
 
@@ -26,8 +27,6 @@ _KINDS = {
 _GROUPS = {"tp": TermName.TENSOR, "cp": TermName.CONTEXT, "ep": TermName.EXPERT,
            "etp": TermName.EXPERT, "tp_ep": TermName.EXPERT, "pp": TermName.P2P}  # fmt: skip
 _EDGES = (ScopeKind.EMBEDDING, ScopeKind.OUTPUT, ScopeKind.OTHER)
-# After one of these an asynchronous collective is waited for.
-_HIDES = (Family.GEMM, Family.GROUPED_GEMM, Family.ATTENTION)
 _REMOTE = (Family.COLLECTIVE, Family.P2P)
 
 
@@ -91,56 +90,39 @@ class Pricer:
 
 
 class _Stream:
-    """Walks calls in order: a compute stream, and one communication stream beside it."""
+    """Accounts for the calls of one list: seconds of each term, and what of them is exposed."""
 
     def __init__(self, pricer: Pricer, ops: Sequence[Op], ledger: Ledger) -> None:
         self._pricer, self._ops, self._ledger = pricer, ops, ledger
-        self._time = self._link_free = 0.0
-        self._pending: list[tuple[float, TermName]] = []
 
     def run(self, calls: Sequence[Call], scope: ScopeKind | None) -> None:
         """Account for ``calls``; what is still pending at their end is waited for."""
-        for call in calls:
-            op = self._ops[call.op]
-            if op.family in _REMOTE and op.collective is not None:
-                self._communicate(op, op.collective, call, scope)
-            else:
-                self._compute(op, call, scope)
-        self._wait()
+        tasks = [self._task(place, call) for place, call in enumerate(calls)]
+        names = [self._names(call, scope) for call in calls]
+        for (term, _), task in zip(names, tasks, strict=True):
+            self._ledger.hidden(term, task.seconds)
+        for place, seconds in lanes.shares(tasks):
+            self._ledger.waited(*names[place], seconds)
 
-    def _compute(self, op: Op, call: Call, scope: ScopeKind | None) -> None:
-        seconds = self._pricer.seconds(call.op)
-        kind = _KINDS.get(op.family, Kind.MEMORY)
-        self._ledger.work(_compute_term(op, call, scope), kind, seconds)
-        self._time += seconds
-        if op.family in _HIDES:
-            self._wait()
-
-    def _communicate(
-        self, op: Op, collective: Collective, call: Call, scope: ScopeKind | None
-    ) -> None:
-        # a send and the matching receive run at the same time; the receive is what one waits for
+    def _task(self, place: int, call: Call) -> lanes.Task:
+        op, seconds = self._ops[call.op], self._pricer.seconds(call.op)
+        remote = op.collective if op.family in _REMOTE else None
         if op.family is Family.P2P and op.name.endswith("send"):
-            return
-        term = _remote_term(collective, call, scope)
-        seconds = self._pricer.seconds(call.op)
-        start = max(self._time, self._link_free)
-        self._link_free = start + seconds
-        if collective.asynchronous or op.family is Family.P2P:
-            self._ledger.hidden(term, seconds)
-            self._pending.append((self._link_free, term))
-            return
-        self._wait()
-        self._ledger.work(term, Kind.COMMUNICATION, seconds)
-        self._time = self._link_free
+            # it runs at the same time as the matching receive, which is what one waits for
+            seconds = 0.0
+        return lanes.Task(
+            seconds=seconds,
+            stream=call.stream,
+            lane=lanes.DEVICE if remote is None else remote.group,
+            asynchronous=remote is not None and remote.asynchronous,
+            after=tuple(place - back for back in call.after),
+        )
 
-    def _wait(self) -> None:
-        """Wait for everything that runs beside the compute stream."""
-        for end, term in self._pending:
-            if end > self._time:
-                self._ledger.waited(term, Kind.COMMUNICATION, end - self._time)
-                self._time = end
-        self._pending.clear()
+    def _names(self, call: Call, scope: ScopeKind | None) -> tuple[TermName, Kind]:
+        op = self._ops[call.op]
+        if op.family in _REMOTE and op.collective is not None:
+            return _remote_term(op.collective, call, scope), Kind.COMMUNICATION
+        return _compute_term(op, call, scope), _KINDS.get(op.family, Kind.MEMORY)
 
 
 def _compute_term(op: Op, call: Call, scope: ScopeKind | None) -> TermName:
