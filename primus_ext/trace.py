@@ -74,7 +74,7 @@ class Collective:
     dtype: str
     asynchronous: bool = False
     """The caller went on with a handle (``async_op=True``, every send and receive): it is exposed
-    only as far as the calls that wait for it (:attr:`Call.after`) make it so."""
+    only as far as the calls that wait for it (:attr:`Call.waits`) make it so."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -116,12 +116,12 @@ class Call:
     """forward, backward, or recompute (forward work repeated inside the backward pass)."""
     module: str
     """Name of the innermost module below the segment that ran it, '' where unknown."""
-    stream: int = 0
-    """Stream it was issued from: 0 is the compute stream, others are numbered by their first use
-    in the recorded forward, backward or step."""
-    after: tuple[int, ...] = ()
+    stream: str = ""
+    """The stream it is issued on; '' is the one that computes."""
+    waits: tuple[tuple[str, int], ...] = ()
     """What it waits for beside earlier calls of its stream, as the program said (``Work.wait``,
-    ``wait_stream``, ``wait_event``): how many places before it in the same list of calls."""
+    ``wait_stream``, ``wait_event``): a stream, or a group whose asynchronous collectives are meant,
+    and how many of the calls last issued there need not be complete."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -135,6 +135,8 @@ class Segment:
     """How many equal segments this chunk holds."""
     forward: tuple[Call, ...]
     backward: tuple[Call, ...]
+    places: tuple[int, ...] = ()
+    """Where its occurrences stand among all parts of the chunk, in the order of the forward."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -47,6 +47,7 @@ WAITS = """
 import torch, torch.distributed as dist
 from primus_ext.emulate import virtual_cuda, virtual_world
 virtual_cuda.install(virtual_cuda.DeviceProfile("h100", (9, 0), 2**36, 132, 8))
+from primus_ext.observe import streams
 from primus_ext.observe.recorder import Recorder
 virtual_world.join(2, 8, 8)
 group = dist.new_group([2, 3])
@@ -55,12 +56,13 @@ cuda, side = torch.cuda, torch.cuda.Stream()
 assert cuda.current_stream() == cuda.default_stream() != side
 
 def show(run):
+    recorder.streams = streams.Streams()  # nothing is left of the one before
     with recorder.collect("forward") as calls:
         run(torch.empty(16), torch.empty(32))
     assert cuda.current_stream() == cuda.default_stream()
     for _, _, call in calls:
         op = recorder.ops[call.op]
-        print(op.name.partition(".")[2], call.stream, list(call.after), end="; ")
+        print(op.name.partition(".")[2], call.stream or "main", dict(call.waits), end="; ")
     print()
 
 def work(x, out):
@@ -134,18 +136,21 @@ def test_the_stream_of_every_call_and_what_it_waits_for() -> None:
     )
     work, side, host, together, ring, kinds = run.stdout.splitlines() or [run.stderr[-2000:]] * 6
     assert work == (
-        "_allgather_base_ 0 []; allreduce_ 0 []; add_ 0 []; mul_ 0 [3]; add_ 0 []; mul_ 0 [4]; "
+        "_allgather_base_ main {}; allreduce_ main {}; add_ main {}; mul_ main {'tp': 1}; "
+        "add_ main {}; mul_ main {'tp': 0}; "
     )
     assert side == (
-        "add_ 0 []; allreduce_ 1 [1]; mul_ 1 [1, 2]; sub_ 1 []; add_ 0 []; add_ 0 [3]; add_ 0 []; "
-        "mul_ 0 [4]; "
+        "add_ main {}; allreduce_ side1 {'': 0}; mul_ side1 {'': 0, 'tp': 0}; sub_ side1 {}; "
+        "add_ main {}; add_ main {'side1': 1}; add_ main {}; mul_ main {'side1': 0}; "
     )
-    assert host == "mul_ 1 []; add_ 0 []; sub_ 0 [2]; add_ 2 [3]; "
+    assert host == (
+        "mul_ side1 {}; add_ main {}; sub_ main {'side1': 0}; add_ side2 {'side1': 0}; "
+    )
     assert together == (
-        "allreduce_coalesced_ 0 []; allgather_into_tensor_coalesced_ 0 []; add_ 0 []; "
-        "add_ 0 [3]; add_ 0 [3]; "
+        "allreduce_coalesced_ main {}; allgather_into_tensor_coalesced_ main {}; add_ main {}; "
+        "add_ main {'tp': 1}; add_ main {'tp': 0}; "
     )
-    assert ring == "send 0 []; recv_ 0 []; add_ 0 []; mul_ 0 [2, 3]; "
+    assert ring == "send main {}; recv_ main {}; add_ main {}; mul_ main {'tp': 0}; "
     assert kinds == str(
         [
             ("all_gather", 128), ("all_reduce", 64), ("all_reduce", 64 + 128),

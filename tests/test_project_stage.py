@@ -87,14 +87,23 @@ def waiting(rank: RankTrace, **changes: dict[int, Any]) -> RankTrace:
 @pytest.mark.parametrize("products", [1, 2])
 def test_an_asynchronous_collective_is_waited_for_where_the_program_does(products: int) -> None:
     rank = one_chunk([*[BESIDE] * 9, *[PRODUCT] * 2])
-    place = 9 + products  # the call that waits for the last collective; past the end: none does
-    _, exposed = terms(waiting(rank, after={place: (products + 1,)} if place < 11 else {}))
+    place = 9 + products  # the call that waits for all collectives; past the end: none does
+    _, exposed = terms(waiting(rank, waits={place: (("tp", 0),)} if place < 11 else {}))
     assert exposed[TermName.TENSOR] == pytest.approx(9 * T_GATHER - products * T_PRODUCT)
     assert exposed[TermName.GEMM] == pytest.approx(2 * T_PRODUCT)
 
 
+def test_only_what_is_waited_for_must_be_over() -> None:
+    calls = [*[BESIDE] * 9, PRODUCT, PRODUCT]
+    _, exposed = terms(waiting(one_chunk(calls), waits={9: (("tp", 8),)}))  # the first of nine
+    assert exposed[TermName.TENSOR] == pytest.approx(9 * T_GATHER - 2 * T_PRODUCT)
+    first = exposed[TermName.TENSOR]
+    _, exposed = terms(waiting(one_chunk(calls), waits={9: (("tp", 9),)}))  # one before the list
+    assert exposed[TermName.TENSOR] == pytest.approx(first)
+
+
 def test_who_waits_at_once_hides_nothing() -> None:
-    _, exposed = terms(waiting(one_chunk([BESIDE, PRODUCT]), after={1: (1,)}))
+    _, exposed = terms(waiting(one_chunk([BESIDE, PRODUCT]), waits={1: (("tp", 0),)}))
     assert exposed[TermName.TENSOR] == pytest.approx(T_GATHER)
 
 
@@ -111,17 +120,36 @@ def test_a_synchronous_collective_queues_behind_the_others_of_its_group_only() -
     assert exposed.get(TermName.CONTEXT, 0.0) == 0.0
 
 
+def test_parameters_gathered_ahead_hide_behind_the_layer_before() -> None:
+    """Each of 4 layers gathers the next one's parameters, then waits for its own."""
+    gather = collective(CollectiveKind.ALL_GATHER, "dp", 2**27, asynchronous=True)
+    ops, layers = Ops(), 4
+    calls = list(ops.calls([gather, PRODUCT], "forward"))
+    calls[1] = dataclasses.replace(calls[1], waits=(("dp", 1),))
+    segment = Segment(
+        ScopeKind.DENSE_LAYER, "s", layers, tuple(calls), (), places=tuple(range(layers))
+    )
+    base = one_chunk([])
+    chunk = dataclasses.replace(base.chunks[0], segments=(segment,))
+    groups = {**base.groups, "dp": tuple(range(8))}
+    _, exposed = terms(
+        dataclasses.replace(base, groups=groups, ops=tuple(ops.ops), chunks=(chunk,))
+    )
+    # the first layer waits for the one gather before its own, of which there is none
+    assert exposed == {TermName.GEMM: pytest.approx(layers * T_PRODUCT)}
+
+
 def test_kernels_of_two_streams_share_the_device() -> None:
-    rank = waiting(one_chunk([PRODUCT, PRODUCT, PRODUCT]), stream={1: 1})
+    rank = waiting(one_chunk([PRODUCT, PRODUCT, PRODUCT]), stream={1: "side1"})
     _, exposed = terms(rank)
     assert exposed == {TermName.GEMM: pytest.approx(3 * T_PRODUCT)}
 
 
 def test_a_stream_that_waits_for_a_collective_lets_the_other_go_on() -> None:
     rank = one_chunk([BESIDE, PRODUCT, PRODUCT])
-    _, exposed = terms(waiting(rank, stream={1: 1}, after={1: (1,)}))
+    _, exposed = terms(waiting(rank, stream={1: "side1"}, waits={1: (("tp", 0),)}))
     assert exposed.get(TermName.TENSOR, 0.0) == 0.0
-    _, exposed = terms(waiting(rank, after={1: (1,)}))
+    _, exposed = terms(waiting(rank, waits={1: (("tp", 0),)}))
     assert exposed[TermName.TENSOR] == pytest.approx(T_GATHER)
 
 

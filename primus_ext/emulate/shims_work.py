@@ -34,18 +34,18 @@ def _telling(wait: Any) -> Any:
 def _coalescing(module: Any) -> None:
     group = module.ProcessGroup
     start, end = group._start_coalescing, group._end_coalescing
-    begun: list[int] = []
+    begun: list[dict[str, int]] = []
 
     def start_here(self: Any, device: Any) -> None:
         active = recorder.current()
-        begun.append(0 if active is None else len(active.calls))
+        begun.append({} if active is None else active.streams.issued())
         start(self, device)
 
     def end_here(self: Any, device: Any) -> Any:
-        work, since = end(self, device), begun.pop()
+        work, before = end(self, device), begun.pop()
         active = recorder.current()
         if active is not None and active.recording:
-            active.streams.coalesced(since, work)
+            active.streams.coalesced(work, before)
         return work
 
     group._start_coalescing, group._end_coalescing = start_here, end_here

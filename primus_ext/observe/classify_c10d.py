@@ -72,18 +72,21 @@ def classify(name: str, func: Any, args: tuple, kwargs: dict, recorder: Recorder
     )  # fmt: skip
 
 
-def handle(op: Op, out: Any) -> Any:
-    """The ``Work`` of a collective that the program goes on without; None for other calls.
+def handle(op: Op, out: Any) -> tuple[Any, str | None]:
+    """The ``Work`` and the group of an asynchronous collective; twice None for other calls.
 
     Args:
         op: What :func:`classify` made of the dispatch.
         out: Its result.
+
+    Raises:
+        UnknownCollective: nothing in the result can be waited for.
     """
     if op.collective is None or not op.collective.asynchronous:
-        return None
+        return None, None
     for leaf in tree_iter(out):
         if isinstance(leaf, torch.ScriptObject):
-            return dist.Work.unbox(leaf)
+            return dist.Work.unbox(leaf), op.collective.group
     raise UnknownCollective(f"{op.name} is asynchronous and gave nothing to wait for")
 
 

@@ -144,6 +144,7 @@ class Recorder(TorchDispatchMode):
         """Empty the op table (what is live stays counted)."""
         self.ops.clear()
         self._index.clear()
+        self.streams.forget_works()
 
     def _append(self, op: Op, out: Any = None) -> None:
         index = self._index.get(op)
@@ -154,12 +155,11 @@ class Recorder(TorchDispatchMode):
         module = self.modules[-1] if self.modules else ""
         prefix = f"{name}."
         module = "" if module == name else module.removeprefix(prefix)
-        place = len(self.calls)
-        work = classify_c10d.handle(op, out)
-        stream, after = self.streams.issue(place, streams.current(), work is not None)
-        if work is not None:
-            self.streams.works(place, work)
-        call = Call(op=index, phase=self.phase, module=module, stream=stream, after=after)
+        work, group = classify_c10d.handle(op, out)
+        stream, waits = self.streams.issue(streams.current(), group)
+        if group is not None:
+            self.streams.works(work, group)
+        call = Call(op=index, phase=self.phase, module=module, stream=stream, waits=waits)
         self.calls.append((kind, name, call))
 
     def kernel(
@@ -209,12 +209,11 @@ class Recorder(TorchDispatchMode):
     @contextlib.contextmanager
     def collect(self, phase: str) -> Iterator[list[tuple[ScopeKind, str, Call]]]:
         """Record calls of ``phase`` into the yielded list."""
-        previous = self.calls, self.phase, self.recording, self.scope, self.streams
+        previous = self.calls, self.phase, self.recording, self.scope
         self.calls, self.phase, self.recording = [], phase, True
-        self.streams = streams.Streams()
         self.scope = (ScopeKind.OTHER, "")
         mine = self.calls
         try:
             yield mine
         finally:
-            self.calls, self.phase, self.recording, self.scope, self.streams = previous
+            self.calls, self.phase, self.recording, self.scope = previous

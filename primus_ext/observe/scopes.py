@@ -7,7 +7,6 @@ break some of Megatron's layers.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterable
 from typing import Any
 
@@ -80,28 +79,16 @@ def segments(
 ) -> tuple[Segment, ...]:
     """Group calls by part of the model; equal parts (same calls in the same order) are merged."""
     order: dict[tuple[ScopeKind, str], tuple[list[Call], list[Call]]] = {}
-    for side, recorded in enumerate((forward, backward)):
-        places: list[tuple[list[Call], int]] = []
-        for kind, name, call in recorded:
-            part = order.setdefault((kind, name), ([], []))[side]
-            places.append((part, len(part)))
-            part.append(_within(call, places))
-    merged: dict[tuple, tuple[str, int]] = {}
-    for (kind, name), (ahead, back) in order.items():
+    for kind, name, call in forward:
+        order.setdefault((kind, name), ([], []))[0].append(call)
+    for kind, name, call in backward:
+        order.setdefault((kind, name), ([], []))[1].append(call)
+    merged: dict[tuple, tuple[str, list[int]]] = {}
+    for place, ((kind, name), (ahead, back)) in enumerate(order.items()):
         key = (kind, tuple(ahead), tuple(back))
-        first, count = merged.get(key, (name, 0))
-        merged[key] = (first, count + 1)
+        merged.setdefault(key, (name, []))[1].append(place)
     return tuple(
-        Segment(kind=kind, name=name, count=count, forward=ahead, backward=back)
-        for (kind, ahead, back), (name, count) in merged.items()
-    )
-
-
-def _within(call: Call, places: list[tuple[list[Call], int]]) -> Call:
-    """The call with what it waits for counted in its part; other parts are over before."""
-    if not call.after:
-        return call
-    part, here = places[-1]
-    others = (places[len(places) - 1 - back] for back in call.after)
-    after = tuple(here - there for other, there in others if other is part)
-    return dataclasses.replace(call, after=after)
+        Segment(kind=kind, name=name, count=len(places), forward=ahead, backward=back,
+                places=tuple(places))
+        for (kind, ahead, back), (name, places) in merged.items()
+    )  # fmt: skip

@@ -1,9 +1,12 @@
-"""Which stream each call runs on, and what it waits for, as the program said it.
+"""Which stream each call is issued on, and what it waits for, as the program said it.
 
 Work on one stream runs in order.  Beyond that a call waits for what the program made its stream
 wait for before it was issued: ``Work.wait()`` of an asynchronous collective,
 ``Stream.wait_stream``, ``Stream.wait_event`` and the like.  An asynchronous collective does not
-hold up the stream that it is issued from: it runs on its communicator's own.
+hold up the stream that it is issued on: it runs on that of its group's communicator.
+
+A *queue* is a stream or the asynchronous collectives of one group; both run in order, so that all
+there is to wait for is a position in a queue.
 """
 
 from __future__ import annotations
@@ -11,8 +14,11 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-MAIN = 0
-"""Number of the compute stream, on which a program starts."""
+MAIN = ""
+"""Name of the compute stream, on which a program starts."""
+
+Positions = dict[str, int]
+"""How many calls of each queue, by its name."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -20,106 +26,111 @@ class Mark:
     """What had been issued on a stream when an event was recorded."""
 
     record: Streams
-    calls: frozenset[int]
+    positions: Positions
 
 
 class Streams:
-    """Dependencies of one list of calls."""
+    """Dependencies between the calls of one recorder."""
 
     def __init__(self) -> None:
-        """Start at an empty list, on the compute stream."""
-        self._numbers: dict[Any, int] = {None: MAIN}
-        self._last: dict[int, int] = {}
-        self._runs_on: dict[int, int] = {}
-        self._waits: dict[int, set[int]] = {MAIN: set()}
-        self._everybody: set[int] = set()
-        self._works: dict[int, tuple[Any, frozenset[int]]] = {}
-        self._asynchronous: list[int] = []
+        """Start on the compute stream, with nothing issued."""
+        self._names: dict[Any, str] = {None: MAIN}
+        self._issued: Positions = {MAIN: 0}
+        self._waits: dict[str, Positions] = {MAIN: {}}
+        self._everybody: Positions = {}
+        self._works: dict[int, tuple[Any, Positions]] = {}
 
-    def number(self, stream: Any) -> int:
-        """Number of a stream (``None``: the compute stream), given at its first use."""
-        if stream not in self._numbers:
-            self._numbers[stream] = len(self._numbers)
-            self._waits[self._numbers[stream]] = set(self._everybody)
-        return self._numbers[stream]
+    def name(self, stream: Any) -> str:
+        """Name of a stream (``None``: the compute stream), given at its first use."""
+        if stream not in self._names:
+            name = self._names[stream] = f"side{len(self._names)}"
+            self._issued[name], self._waits[name] = 0, dict(self._everybody)
+        return self._names[stream]
 
-    def issue(self, index: int, stream: Any, asynchronous: bool) -> tuple[int, tuple[int, ...]]:
+    def issue(self, stream: Any, group: str | None) -> tuple[str, tuple[tuple[str, int], ...]]:
         """A call is issued.
 
         Args:
-            index: Its place in the list.
             stream: Current stream, ``None`` for the compute stream.
-            asynchronous: It does not run on that stream.
+            group: Of an asynchronous collective; ``None`` for what runs on the stream.
 
         Returns:
-            The number of the stream, and how many places before ``index`` the calls stand that
-            must be over before it starts (beside earlier ones of its stream).
+            Name of the stream, and what must be over before the call starts beside what is before
+            it in its queue: the name of a queue, and how many of the calls that were last issued
+            there need *not* be over.  (So equal layers wait for the same.)
         """
-        number = self.number(stream)
-        waits = self._waits[number]
-        after = tuple(sorted(index - other for other in waits))
-        if asynchronous:
-            self._asynchronous.append(index)
-        else:
-            self._last[number], self._runs_on[index] = index, number
+        name = self.name(stream)
+        waits = self._waits[name]
+        found = tuple(sorted((queue, self._issued[queue] - at) for queue, at in waits.items()))
+        if group is None:
+            self._issued[name] += 1
             waits.clear()
-        return number, after
+        else:  # what is issued on the stream next waits as well
+            self._issued[group] = self._issued.get(group, 0) + 1
+        return name, found
 
-    def _so_far(self, stream: Any) -> set[int]:
-        """Calls whose end is the end of everything on a stream so far."""
-        number = self.number(stream)
-        last = self._last.get(number)
-        return self._waits[number] | (set() if last is None else {last})
+    def _so_far(self, stream: Any) -> Positions:
+        """Everything on a stream so far."""
+        name = self.name(stream)
+        return {**self._waits[name], name: self._issued[name]}
 
-    def _add(self, stream: Any, calls: set[int] | frozenset[int]) -> None:
-        self._let_wait(self.number(stream), calls)
-
-    def _let_wait(self, number: int, calls: set[int] | frozenset[int]) -> None:
-        self._waits[number] |= {c for c in calls if self._runs_on.get(c) != number}
+    def _let_wait(self, name: str, positions: Positions) -> None:
+        waits = self._waits[name]
+        for queue, at in positions.items():
+            if queue != name and at:
+                waits[queue] = max(at, waits.get(queue, 0))
 
     def mark(self, stream: Any) -> Mark:
         """``Event.record`` on a stream."""
-        return Mark(self, frozenset(self._so_far(stream)))
+        return Mark(self, self._so_far(stream))
 
     def wait_mark(self, stream: Any, mark: Mark) -> None:
-        """``Stream.wait_event``; marks of another list are over."""
+        """``Stream.wait_event``; marks of another recorder don't matter."""
         if mark.record is self:
-            self._add(stream, mark.calls)
+            self._let_wait(self.name(stream), mark.positions)
 
     def wait_stream(self, stream: Any, other: Any) -> None:
         """``stream.wait_stream(other)``."""
-        if self.number(stream) != self.number(other):
-            self._add(stream, self._so_far(other))
+        self._let_wait(self.name(stream), self._so_far(other))
 
-    def host_waits(self, calls: set[int] | frozenset[int]) -> None:
-        """The host waits for calls: whatever it issues later starts after them."""
-        self._everybody |= calls
-        for number in self._waits:
-            self._let_wait(number, calls)
+    def _host_waits(self, positions: Positions) -> None:
+        """The host waits: whatever it issues later starts afterwards."""
+        for queue, at in positions.items():
+            self._everybody[queue] = max(at, self._everybody.get(queue, 0))
+        for name in self._waits:
+            self._let_wait(name, positions)
 
     def host_waits_for_stream(self, stream: Any) -> None:
         """``Stream.synchronize``."""
-        self.host_waits(self._so_far(stream))
+        self._host_waits(self._so_far(stream))
 
     def host_waits_for_mark(self, mark: Mark) -> None:
         """``Event.synchronize``."""
         if mark.record is self:
-            self.host_waits(mark.calls)
+            self._host_waits(mark.positions)
 
-    def works(self, index: int, work: Any) -> None:
-        """``work`` is the handle of the asynchronous call ``index``."""
-        self._works[id(work)] = (work, frozenset([index]))  # kept alive, so that its id is
+    def issued(self) -> Positions:
+        """How much has been issued so far."""
+        return dict(self._issued)
 
-    def coalesced(self, since: int, work: Any) -> None:
-        """``work`` is the handle of all asynchronous calls from index ``since`` on."""
-        calls = frozenset(i for i in self._asynchronous if i >= since)
-        self._works[id(work)] = (work, calls)
+    def works(self, work: Any, group: str) -> None:
+        """``work`` is the handle of the last asynchronous collective of ``group``."""
+        self._works[id(work)] = (work, {group: self._issued[group]})  # alive, so is its id
+
+    def coalesced(self, work: Any, before: Positions) -> None:
+        """``work`` is the handle of all that was issued since :meth:`issued` gave ``before``."""
+        new = {queue: at for queue, at in self._issued.items() if at > before.get(queue, 0)}
+        self._works[id(work)] = (work, new)
 
     def wait_work(self, stream: Any, work: Any) -> None:
         """``work.wait()`` while ``stream`` is the current one."""
         known = self._works.get(id(work))
         if known is not None:
-            self._add(stream, known[1])
+            self._let_wait(self.name(stream), known[1])
+
+    def forget_works(self) -> None:
+        """Handles of the past are not waited for any more."""
+        self._works.clear()
 
 
 _current: list[Any] = [None]

@@ -20,7 +20,7 @@ class Task:
     """One call."""
 
     seconds: float
-    stream: int
+    stream: str
     lane: str
     asynchronous: bool
     """Its stream goes on without it."""
@@ -46,7 +46,7 @@ class _Run:
         self._over = [False for _ in tasks]
         self._free: dict[str, float] = {}
         self._before: list[int] = []
-        last: dict[int, int] = {}
+        last: dict[str, int] = {}
         for place, task in enumerate(tasks):
             self._before.append(last.get(task.stream, -1))
             if not task.asynchronous:
@@ -100,14 +100,14 @@ def spans(tasks: Sequence[Task]) -> Iterator[Span]:
         yield run.do(chosen, at)
 
 
-def _keys(task: Task) -> list[int | str]:
+def _keys(task: Task) -> list[tuple[str, str]]:
     """Queues that a task stands in: its stream's, and its group's."""
-    keys: list[int | str] = [] if task.asynchronous else [task.stream]
-    return keys if task.lane == DEVICE else [*keys, task.lane]
+    keys = [] if task.asynchronous else [("stream", task.stream)]
+    return keys if task.lane == DEVICE else [*keys, ("group", task.lane)]
 
 
-def _queues(tasks: Sequence[Task]) -> dict[int | str, deque[int]]:
-    queues: dict[int | str, deque[int]] = {}
+def _queues(tasks: Sequence[Task]) -> dict[tuple[str, str], deque[int]]:
+    queues: dict[tuple[str, str], deque[int]] = {}
     for place, task in enumerate(tasks):
         for key in _keys(task):
             queues.setdefault(key, deque()).append(place)

@@ -9,7 +9,16 @@ from primus_ext.cost.model import CostModel
 from primus_ext.cost.priced import CostError
 from primus_ext.project import lanes
 from primus_ext.project.ledger import Kind, Ledger, TermName
-from primus_ext.trace import Call, Collective, Family, Op, RankTrace, ScopeKind
+from primus_ext.trace import (
+    Call,
+    ChunkTrace,
+    Collective,
+    CollectiveKind,
+    Family,
+    Op,
+    RankTrace,
+    ScopeKind,
+)
 
 _TERMS = {
     Family.GEMM: TermName.GEMM,
@@ -25,9 +34,11 @@ _KINDS = {
     Family.ATTENTION: Kind.ATTENTION,
 }
 _GROUPS = {"tp": TermName.TENSOR, "cp": TermName.CONTEXT, "ep": TermName.EXPERT,
-           "etp": TermName.EXPERT, "tp_ep": TermName.EXPERT, "pp": TermName.P2P}  # fmt: skip
+           "etp": TermName.EXPERT, "tp_ep": TermName.EXPERT, "pp": TermName.P2P,
+           "dp": TermName.DATA, "dp_cp": TermName.DATA, "expert_dp": TermName.DATA}  # fmt: skip
 _EDGES = (ScopeKind.EMBEDDING, ScopeKind.OUTPUT, ScopeKind.OTHER)
 _REMOTE = (Family.COLLECTIVE, Family.P2P)
+_SHARDS = (CollectiveKind.ALL_GATHER, CollectiveKind.REDUCE_SCATTER)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -89,40 +100,67 @@ class Pricer:
         return ranks
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Entry:
+    """One call, and where its seconds go."""
+
+    call: Call
+    scope: ScopeKind | None
+    ledger: Ledger
+
+
 class _Stream:
-    """Accounts for the calls of one list: seconds of each term, and what of them is exposed."""
+    """Accounts for calls in the order in which the host issues them; it is ahead of the device.
 
-    def __init__(self, pricer: Pricer, ops: Sequence[Op], ledger: Ledger) -> None:
-        self._pricer, self._ops, self._ledger = pricer, ops, ledger
+    Busy seconds are those of each call, exposed ones its share of the duration
+    (:func:`lanes.shares`).  At the end everything that is still pending is waited for.
+    """
 
-    def run(self, calls: Sequence[Call], scope: ScopeKind | None) -> None:
-        """Account for ``calls``; what is still pending at their end is waited for."""
-        tasks = [self._task(place, call) for place, call in enumerate(calls)]
-        names = [self._names(call, scope) for call in calls]
-        for (term, _), task in zip(names, tasks, strict=True):
-            self._ledger.hidden(term, task.seconds)
+    def __init__(self, pricer: Pricer, ops: Sequence[Op]) -> None:
+        self._pricer, self._ops = pricer, ops
+
+    def run(self, calls: Sequence[Call], scope: ScopeKind | None) -> Ledger:
+        """Account for the calls of one part of the model."""
+        ledger = Ledger()
+        self.account([_Entry(call, scope, ledger) for call in calls])
+        return ledger
+
+    def account(self, entries: Sequence[_Entry]) -> None:
+        """Account for calls of several parts, which may overlap."""
+        queues: dict[str, list[int]] = {}
+        tasks = []
+        for place, entry in enumerate(entries):
+            task = self._task(entry.call, queues)
+            tasks.append(task)
+            name = task.lane if task.asynchronous else entry.call.stream
+            queues.setdefault(name, []).append(place)
+        names = [self._names(entry) for entry in entries]
+        for entry, (term, _), task in zip(entries, names, tasks, strict=True):
+            entry.ledger.hidden(term, task.seconds)
         for place, seconds in lanes.shares(tasks):
-            self._ledger.waited(*names[place], seconds)
+            entries[place].ledger.waited(*names[place], seconds)
 
-    def _task(self, place: int, call: Call) -> lanes.Task:
+    def _task(self, call: Call, queues: dict[str, list[int]]) -> lanes.Task:
         op, seconds = self._ops[call.op], self._pricer.seconds(call.op)
         remote = op.collective if op.family in _REMOTE else None
         if op.family is Family.P2P and op.name.endswith("send"):
             # it runs at the same time as the matching receive, which is what one waits for
             seconds = 0.0
+        waited = ((queues.get(name, ()), behind) for name, behind in call.waits)
         return lanes.Task(
             seconds=seconds,
             stream=call.stream,
             lane=lanes.DEVICE if remote is None else remote.group,
             asynchronous=remote is not None and remote.asynchronous,
-            after=tuple(place - back for back in call.after),
+            # what is not in the list was over before it
+            after=tuple(queue[-1 - behind] for queue, behind in waited if behind < len(queue)),
         )
 
-    def _names(self, call: Call, scope: ScopeKind | None) -> tuple[TermName, Kind]:
-        op = self._ops[call.op]
+    def _names(self, entry: _Entry) -> tuple[TermName, Kind]:
+        op = self._ops[entry.call.op]
         if op.family in _REMOTE and op.collective is not None:
-            return _remote_term(op.collective, call, scope), Kind.COMMUNICATION
-        return _compute_term(op, call, scope), _KINDS.get(op.family, Kind.MEMORY)
+            return _remote_term(op.collective, entry.call, entry.scope), Kind.COMMUNICATION
+        return _compute_term(op, entry.call, entry.scope), _KINDS.get(op.family, Kind.MEMORY)
 
 
 def _compute_term(op: Op, call: Call, scope: ScopeKind | None) -> TermName:
@@ -152,16 +190,38 @@ def price(cost: CostModel, trace: RankTrace) -> StageTimes:
         CostError: An op or collective has no price.
         ClusterError: The accelerator lacks a precision that the trace uses.
     """
-    pricer = Pricer(cost, trace)
+    stream = _Stream(Pricer(cost, trace), trace.ops)
     chunks = []
     for chunk in trace.chunks:
+        if _parts_overlap(trace, chunk):
+            chunks.append(_in_order(stream, chunk))
+            continue
         ahead, back = Ledger(), Ledger()
         for segment in chunk.segments:
-            for total, calls in ((ahead, segment.forward), (back, segment.backward)):
-                one = Ledger()
-                _Stream(pricer, trace.ops, one).run(calls, segment.kind)
-                total.add(one, segment.count)
+            ahead.add(stream.run(segment.forward, segment.kind), segment.count)
+            back.add(stream.run(segment.backward, segment.kind), segment.count)
         chunks.append(ChunkTimes(ahead, back))
-    step = Ledger()
-    _Stream(pricer, trace.ops, step).run(trace.step, None)
-    return StageTimes(tuple(chunks), step)
+    return StageTimes(tuple(chunks), stream.run(trace.step, None))
+
+
+def _parts_overlap(trace: RankTrace, chunk: ChunkTrace) -> bool:
+    """Whether parameters are gathered, or gradients reduced, inside a microbatch (FSDP)."""
+    used = {
+        (found.group, found.kind)
+        for segment in chunk.segments
+        for call in (*segment.forward, *segment.backward)
+        if (found := trace.ops[call.op].collective) is not None
+    }
+    return any(_GROUPS.get(group) is TermName.DATA and kind in _SHARDS for group, kind in used)
+
+
+def _in_order(stream: _Stream, chunk: ChunkTrace) -> ChunkTimes:
+    """A microbatch whose parts overlap: every part in its place, forward and then backward."""
+    placed = sorted(
+        ((place, s) for s in chunk.segments for place in s.places), key=lambda pair: pair[0]
+    )
+    ahead, back = Ledger(), Ledger()
+    entries = [_Entry(call, s.kind, ahead) for _, s in placed for call in s.forward]
+    entries += [_Entry(call, s.kind, back) for _, s in reversed(placed) for call in s.backward]
+    stream.account(entries)
+    return ChunkTimes(ahead, back)
