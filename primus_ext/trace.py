@@ -221,7 +221,7 @@ class RankTrace:
     ops: tuple[Op, ...]
     chunks: tuple[ChunkTrace, ...]
     step: tuple[Call, ...]
-    """Gradient finalisation and the optimizer step, in order (phase ``step``)."""
+    """Gradient finalisation, the optimizer step and the statistics of the log (phase ``step``)."""
     buckets: tuple[Bucket, ...]
     parameters: int
     """Elements of the real module on this rank (sharded; padding of the vocabulary included)."""
@@ -231,6 +231,9 @@ class RankTrace:
     active_parameters: int
     """Of ``global_parameters``, those one token passes through (top-k of the routed experts)."""
     static: StaticMemory
+    sync: tuple[Call, ...] = ()
+    """Collectives that reduce the gradient buckets (phase ``reduce``) and gather the parameters
+    (``gather``) once a step; they are in no other list."""
 
 
 def to_plain(value: Any) -> Any:

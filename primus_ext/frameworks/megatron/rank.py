@@ -10,7 +10,15 @@ from collections.abc import Callable
 from typing import Any
 
 from primus_ext.emulate import session, tripwire, virtual_world
-from primus_ext.frameworks.megatron import memory, microbatch, parts, plans, probe, roles
+from primus_ext.frameworks.megatron import (
+    memory,
+    microbatch,
+    parts,
+    plans,
+    probe,
+    roles,
+    synchronisation,
+)
 from primus_ext.observe.recorder import Recorder
 from primus_ext.observe.scopes import Scopes
 from primus_ext.trace import Bucket, RankTrace
@@ -156,6 +164,7 @@ def _record(
         with contextlib.nullcontext() if quantized or args.num_experts else probe.thinned(chunk):
             microbatch.record(makers[index], recorder.memory, index, [], first=True)
     recorder.forget()
+    synchronisation.mark(recorder, model)
     losses: list[Any] = []
     chunks = tuple(
         microbatch.record(make, recorder.memory, index, losses)
@@ -175,6 +184,9 @@ def _record(
             dataclasses.replace(chunk, memory=memory_in_flight)
             for chunk, memory_in_flight in zip(chunks, sizes_in_flight, strict=True)
         )
+    sync, kernels = synchronisation.record(recorder, model)
+    step = synchronisation.without_marked(step) + kernels
+    step += synchronisation.record_statistics(recorder, args)
     ops = probe.labelled_ops(recorder, makers, bare, config, chunks)
     local, total, active = parts.counts(bare, args, config)
     return RankTrace(
@@ -184,6 +196,7 @@ def _record(
         ops=ops,
         chunks=chunks,
         step=step,
+        sync=sync,
         buckets=_buckets(model, recorder),
         parameters=local,
         global_parameters=total,
