@@ -75,6 +75,8 @@ class Collective:
     asynchronous: bool = False
     """The caller went on with a handle (``async_op=True``, every send and receive): it is exposed
     only as far as the calls that wait for it (:attr:`Call.waits`) make it so."""
+    peer: int = 0
+    """send_recv: how many places after this rank, round the group, the other side stands."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -206,6 +208,8 @@ class Bucket:
     param_bytes: int
     chunk: int
     """Model chunk (vpp stage) that the bucket belongs to."""
+    gathers: int = 1
+    """How often its parameters are gathered in a step."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -127,6 +127,7 @@ with virtual_world.no_storage(), recorder:
     for run in (work, side_by_side, by_the_host, together, ring):
         show(run)
 print([(o.collective.kind.value, o.collective.bytes) for o in recorder.ops if o.collective])
+print([o.collective.peer for o in recorder.ops if o.collective])
 """
 
 
@@ -134,7 +135,8 @@ def test_the_stream_of_every_call_and_what_it_waits_for() -> None:
     run = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", WAITS], capture_output=True, text=True, check=False
     )
-    work, side, host, together, ring, kinds = run.stdout.splitlines() or [run.stderr[-2000:]] * 6
+    assert run.returncode == 0, run.stderr[-2000:]
+    work, side, host, together, ring, kinds, peers = run.stdout.splitlines()
     assert work == (
         "_allgather_base_ main {}; allreduce_ main {}; add_ main {}; mul_ main {'tp': 1}; "
         "add_ main {}; mul_ main {'tp': 0}; "
@@ -151,6 +153,7 @@ def test_the_stream_of_every_call_and_what_it_waits_for() -> None:
         "add_ main {'tp': 1}; add_ main {'tp': 0}; "
     )
     assert ring == "send main {}; recv_ main {}; add_ main {}; mul_ main {'tp': 0}; "
+    assert peers == "[0, 0, 0, 0, 1, 1]"  # rank 3 stands after rank 2
     assert kinds == str(
         [
             ("all_gather", 128), ("all_reduce", 64), ("all_reduce", 64 + 128),

@@ -68,8 +68,16 @@ def classify(name: str, func: Any, args: tuple, kwargs: dict, recorder: Recorder
     return Op(
         name=name, family=family, inputs=tuple(spec(t) for t in buffers), outputs=(), flops=0,
         bytes=0, collective=Collective(kind=kind, group=group, bytes=size, dtype=dtype,
-                                       asynchronous=asynchronous),
+                                       asynchronous=asynchronous,
+                                       peer=_peer(kind, args, len(recorder.groups_seen[group]))),
     )  # fmt: skip
+
+
+def _peer(kind: CollectiveKind, args: tuple, size: int) -> int:
+    """Distance to the other side of a send or receive; their third argument is its group rank."""
+    if kind is not CollectiveKind.SEND_RECV:
+        return 0
+    return (args[2] - dist.ProcessGroup.unbox(args[1]).rank()) % size
 
 
 def handle(op: Op, out: Any) -> tuple[Any, str | None]:

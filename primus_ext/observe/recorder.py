@@ -109,6 +109,7 @@ class Recorder(TorchDispatchMode):
         self.modules: list[str] = []
         self.recording = False
         self.streams = streams.Streams()
+        self._talks_quietly = False
         self._fused_depth = 0
         self._fused_made: list[weakref.ref] = []
 
@@ -129,16 +130,21 @@ class Recorder(TorchDispatchMode):
         if func.namespace == "prim" or getattr(func, "is_view", False):
             return out
         produced = [t for t in tree_iter(out) if isinstance(t, torch.Tensor)]
+        if self._talks_quietly and func.namespace == "c10d":
+            self._note(func, args, kwargs, produced, out)
         if self._fused_depth:
             self._fused_made += [weakref.ref(t) for t in produced]
             return out
         for tensor in produced:
             self.memory.track(tensor)
         if self.recording:
-            found = classify.classify(func, args, kwargs, produced, self)
-            if found is not None:
-                self._append(found, out)
+            self._note(func, args, kwargs, produced, out)
         return out
+
+    def _note(self, func: Any, args: tuple, kwargs: dict, produced: list, out: Any) -> None:
+        found = classify.classify(func, args, kwargs, produced, self)
+        if found is not None:
+            self._append(found, out)
 
     def forget(self) -> None:
         """Empty the op table (what is live stays counted)."""
@@ -196,15 +202,16 @@ class Recorder(TorchDispatchMode):
 
     @contextlib.contextmanager
     def silent(self) -> Iterator[None]:
-        """Host-side work: neither ops nor bytes are recorded."""
-        recording, self.recording = self.recording, False
+        """Host-side work: neither ops nor bytes are recorded, but what is asked of other ranks."""
+        before = self.recording, self._talks_quietly
+        self._talks_quietly, self.recording = self.recording or self._talks_quietly, False
         self._fused_depth += 1
         try:
             yield
         finally:
             self._fused_depth -= 1
             self._fused_made.clear()
-            self.recording = recording
+            self.recording, self._talks_quietly = before
 
     @contextlib.contextmanager
     def collect(self, phase: str) -> Iterator[list[tuple[ScopeKind, str, Call]]]:

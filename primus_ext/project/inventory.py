@@ -15,7 +15,8 @@ MOST_ROWS = 100
 """Rows that a projection lists; a job with more of them has its inventory left out."""
 
 
-_Key = tuple[str, str, str, int, int, str, bool]
+Key = tuple[str, str, str, int, int, str, bool]
+"""Direction, kind, group, size, bytes, dtype and asynchronous of a :class:`Row`."""
 
 
 def of_step(plan: Plan, stages: Sequence[RankTrace], shape: Shape) -> tuple[Row, ...]:
@@ -27,10 +28,9 @@ def of_step(plan: Plan, stages: Sequence[RankTrace], shape: Shape) -> tuple[Row,
         shape: The schedule.
     """
     transfers = pipeline_transfers(stages, shape, plan.precision.params)
-    holders: dict[tuple[_Key, int], list[int]] = {}
+    holders: dict[tuple[Key, int], list[int]] = {}
     for pp_rank, trace in enumerate(stages):
-        found = _microbatches(trace, shape.microbatches) + transfers[pp_rank]
-        for key, count in found.items():
+        for key, count in (of_rank(trace, shape) + transfers[pp_rank]).items():
             holders.setdefault((key, count), []).append(pp_rank)
     return tuple(
         sorted(Row(tuple(ranks), *key, count) for (key, count), ranks in holders.items())
@@ -42,18 +42,24 @@ def listed(rows: tuple[Row, ...]) -> tuple[Row, ...]:
     return rows if len(rows) <= MOST_ROWS else ()
 
 
-def _microbatches(trace: RankTrace, microbatches: int) -> Counter[_Key]:
-    found: Counter[_Key] = Counter()
+def of_rank(trace: RankTrace, shape: Shape) -> Counter[Key]:
+    """What one rank issues in one step, but for the pipeline's transfers.
+
+    Args:
+        trace: The rank.
+        shape: The schedule.
+    """
+    found: Counter[Key] = Counter()
     for chunk in trace.chunks:
         for segment in chunk.segments:
-            times = segment.count * microbatches
+            times = segment.count * shape.microbatches
             _count(found, trace, (*segment.forward, *segment.backward), times)
     _count(found, trace, trace.step, 1)
     _count(found, trace, trace.sync, 1)
     return found
 
 
-def _count(found: Counter[_Key], trace: RankTrace, calls: Iterable[Call], times: int) -> None:
+def _count(found: Counter[Key], trace: RankTrace, calls: Iterable[Call], times: int) -> None:
     for call in calls:
         op = trace.ops[call.op]
         if op.collective is None:
@@ -68,7 +74,7 @@ def _count(found: Counter[_Key], trace: RankTrace, calls: Iterable[Call], times:
 
 def pipeline_transfers(
     stages: Sequence[RankTrace], shape: Shape, dtype: str
-) -> list[Counter[_Key]]:
+) -> list[Counter[Key]]:
     """Sends and receives of activations and their gradients, by pipeline rank.
 
     Args:
@@ -76,7 +82,7 @@ def pipeline_transfers(
         shape: The schedule.
         dtype: Of the activations.
     """
-    found: list[Counter[_Key]] = [Counter() for _ in stages]
+    found: list[Counter[Key]] = [Counter() for _ in stages]
     if shape.pp == 1:
         return found
     for boundary, size in enumerate(memory.boundary_bytes(stages, shape)):

@@ -185,6 +185,8 @@ def _record(
             for chunk, memory_in_flight in zip(chunks, sizes_in_flight, strict=True)
         )
     sync, kernels = synchronisation.record(recorder, model)
+    gathers = synchronisation.gathers(recorder, step, sync)
+    sync += tuple(c for c in sync if c.phase == synchronisation.GATHER) * (gathers - 1)
     step = synchronisation.without_marked(step) + kernels
     step += synchronisation.record_statistics(recorder, args)
     ops = probe.labelled_ops(recorder, makers, bare, config, chunks)
@@ -197,7 +199,7 @@ def _record(
         chunks=chunks,
         step=step,
         sync=sync,
-        buckets=_buckets(model, recorder),
+        buckets=_buckets(model, recorder, gathers),
         parameters=local,
         global_parameters=total,
         active_parameters=active,
@@ -212,7 +214,7 @@ def _leave_parameters_alone(chunk: Any) -> None:
     chunk.start_param_sync = lambda *args, **kwargs: None
 
 
-def _buckets(model: list[Any], recorder: Recorder) -> tuple[Bucket, ...]:
+def _buckets(model: list[Any], recorder: Recorder, gathers: int) -> tuple[Bucket, ...]:
     """Every gradient bucket of the data-parallel wrapper, in the order the backward fills them."""
     found = []
     for index, chunk in enumerate(model):
@@ -230,6 +232,7 @@ def _buckets(model: list[Any], recorder: Recorder) -> tuple[Bucket, ...]:
                         if params is None
                         else params.numel() * params.element_size(),
                         chunk=index,
+                        gathers=gathers,
                     )
                 )
     return tuple(found)

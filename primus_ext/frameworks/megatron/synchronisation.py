@@ -78,6 +78,25 @@ def without_marked(step: tuple[Call, ...]) -> tuple[Call, ...]:
     return tuple(call for call in step if call.phase not in _SYNC.values())
 
 
+def gathers(recorder: Recorder, step: tuple[Call, ...], sync: tuple[Call, ...]) -> int:
+    """How often a step gathers all parameters.
+
+    Without overlap each of Megatron's chained optimizers (dense parameters, experts) gathers those
+    of both.
+
+    Args:
+        recorder: The recorder.
+        step: Calls of the step, after :func:`mark`.
+        sync: What :func:`record` recorded.
+    """
+
+    def count(calls: tuple[Call, ...]) -> int:
+        remote = [c for c in calls if recorder.ops[c.op].collective is not None]
+        return sum(call.phase == GATHER for call in remote)
+
+    return max(1, count(step) // max(1, count(sync)))
+
+
 def record(
     recorder: Recorder, model: list[Any]
 ) -> tuple[tuple[Call, ...], tuple[Call, ...]]:
@@ -120,8 +139,9 @@ def record_statistics(
 ) -> tuple[Call, ...]:
     """What Megatron's ``train_step`` and ``training_log`` agree on in every step.
 
-    Whether all ranks stepped, the gradient norm (and the count of zeros), the losses of the last
-    pipeline stage, the learning rate, and the losses of experts and multi-token prediction.
+    Whether a rank wants to rerun the step, whether all stepped, the gradient norm (and the count of
+    zeros), the losses of the last pipeline stage, the learning rate, and the losses of experts and
+    multi-token prediction.
 
     Args:
         recorder: The recorder.
@@ -129,13 +149,16 @@ def record_statistics(
         losses: Reported by the loss function; empty where there is none.
     """
     from megatron.core import parallel_state
+    from megatron.core.rerun_state_machine import get_rerun_state_machine
     from megatron.training.utils import (
         logical_and_across_model_parallel_group,
         reduce_max_stat_across_model_parallel_group,
     )
 
     replicas: Any = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    reruns: Any = get_rerun_state_machine()
     with recorder.collect("step") as calls:
+        reruns.should_run_forward_backward(None)  # the step is over
         logical_and_across_model_parallel_group(True)
         reduce_max_stat_across_model_parallel_group(1.0)
         if args.log_num_zeros_in_grad:
@@ -145,6 +168,7 @@ def record_statistics(
                 dist.all_reduce(value.detach().clone().view(-1), group=replicas)
         reduce_max_stat_across_model_parallel_group(1.0)  # the learning rate
         _tracked(args)
+    reruns.should_run_forward_backward(None)
     return tuple(call for _, _, call in calls)
 
 
