@@ -75,9 +75,6 @@ def counted(original, kind, position, name):
             row = {"kind": kind, "ranks": ranks, "bytes": size, "method": name}
             if kind in ("send", "recv"):
                 row["peer"] = dist.get_global_rank(self, args[1])
-            if os.environ.get("PROBE_STACK"):
-                import traceback
-                row["stack"] = "".join(traceback.format_stack()[-14:-6])
             found.append(row)
         return original(self, *args, **kwargs)
 
@@ -173,8 +170,8 @@ def main():
     te.install(compute_capability=(9, 0))
     apex_wgrad.install()
     registry.apply_all(triton_kernels.GROUP)
-    from primus_ext.frameworks.megatron import patches, routing  # noqa: F401
     from primus_ext.emulate import shims_cpu  # noqa: F401
+    from primus_ext.frameworks.megatron import patches, routing  # noqa: F401
 
     registry.apply_all("megatron")
     for item in registry.registered("cpu_training"):
