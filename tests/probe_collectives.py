@@ -128,9 +128,7 @@ def train(out):
 
         args = get_args()
         args.do_train, args.do_valid, args.do_test = True, False, False
-        chunks = args.virtual_pipeline_model_parallel_size
-        streams = [RerunDataIterator(batches(args)) for _ in range(chunks or 1)]
-        return (streams if chunks else streams[0]), None, None
+        return RerunDataIterator(batches(args)), None, None
 
     step, log, done = training.train_step, training.training_log, []
 

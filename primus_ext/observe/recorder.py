@@ -219,6 +219,8 @@ class Recorder(TorchDispatchMode):
         previous = self.calls, self.phase, self.recording, self.scope
         self.calls, self.phase, self.recording = [], phase, True
         self.scope = (ScopeKind.OTHER, "")
+        if phase != "backward":  # which goes on where its forward ended
+            self.streams.settle()
         mine = self.calls
         try:
             yield mine

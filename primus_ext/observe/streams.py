@@ -128,6 +128,11 @@ class Streams:
         if known is not None:
             self._let_wait(self.name(stream), known[1])
 
+    def settle(self) -> None:
+        """What a stream has been made to wait for, and has nothing after it yet, is over."""
+        for waits in self._waits.values():
+            waits.clear()
+
     def forget_works(self) -> None:
         """Handles of the past are not waited for any more."""
         self._works.clear()

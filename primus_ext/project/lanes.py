@@ -11,6 +11,7 @@ import dataclasses
 from collections import deque
 from collections.abc import Iterator, Sequence
 
+_FUTURE = "a call waits for one that is issued later"
 DEVICE = ""
 """Lane of kernels; the lane of a collective is the name of its group."""
 
@@ -81,6 +82,9 @@ def spans(tasks: Sequence[Task]) -> Iterator[Span]:
         ValueError: A task waits for itself or for a later one.
     """
     run = _Run(tasks)
+    if len({task.stream for task in tasks}) <= 1:
+        yield from _one_stream(run, len(tasks))
+        return
     queues = _queues(tasks)
     for _ in tasks:
         chosen, at = -1, 0.0
@@ -94,10 +98,21 @@ def spans(tasks: Sequence[Task]) -> Iterator[Span]:
             if start is not None and (chosen < 0 or (start, place) < (at, chosen)):
                 chosen, at = place, start
         if chosen < 0:
-            raise ValueError("a call waits for one that is issued later")
+            raise ValueError(_FUTURE)
         for key in _keys(tasks[chosen]):
             queues[key].popleft()
         yield run.do(chosen, at)
+
+
+def _one_stream(run: _Run, count: int) -> list[Span]:
+    """With a single stream nobody else takes the device: the order of issue is the order."""
+    found = []
+    for place in range(count):
+        start = run.start(place)
+        if start is None:
+            raise ValueError(_FUTURE)
+        found.append(run.do(place, start))
+    return sorted(found, key=lambda span: span.start)
 
 
 def _keys(task: Task) -> list[tuple[str, str]]:
