@@ -7,7 +7,8 @@ from collections import Counter
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from primus_ext.project import inventory, memory
+from primus_ext.cluster_data import load_cluster
+from primus_ext.project import compose, inventory, memory
 from primus_ext.project.programs import BACKWARD, FORWARD, TRANSFER, Shape, Transfers
 from primus_ext.project.schedule import programs
 from tests import synthetic
@@ -110,3 +111,24 @@ def test_the_inventory_counts_the_transfers_of_the_schedule(shape: Shape) -> Non
         # each chunk receives and sends each way, but for the ends of the pipeline
         ends = sum(stage in (0, last) for stage in boundaries)
         assert sum(expected.values()) == (4 * len(boundaries) - 2 * ends) * shape.microbatches
+
+
+def test_a_projection_lists_what_every_pipeline_rank_issues() -> None:
+    job = synthetic.Job(tp=2, pp=4, dp=1, microbatches=8)
+    plan, traces = synthetic.plan(job), synthetic.traces(job)
+    rows = compose.project(plan, traces, load_cluster("h100", 1, 8), mode="simulate").collectives
+    assert {rank for row in rows for rank in row.pp_ranks} == set(range(4))
+    gathers = [row for row in rows if (row.direction, row.kind) == ("forward", "all_gather")]
+    (row,) = gathers  # two a layer, on all ranks alike
+    assert (row.pp_ranks, row.group, row.size, row.bytes) == ((0, 1, 2, 3), "tp", 2,
+                                                              2 * job.tokens * job.hidden)
+    assert row.count == 2 * job.layers_here * job.microbatches
+    sends = {row.pp_ranks: row.count for row in rows if row.kind == "send"}
+    assert sends == {(0, 1, 2): 8, (1, 2, 3): 8}  # activations; gradients
+
+
+def test_too_many_rows_are_left_out_whole() -> None:
+    row = inventory.Row((0,), "step", "all_reduce", "tp", 2, 4, "fp32", False, 1)
+    full = (row,) * inventory.MOST_ROWS
+    assert inventory.listed(full) == full
+    assert inventory.listed((*full, row)) == ()

@@ -31,7 +31,7 @@ def not_modelled(plan: Plan, stages: Sequence[RankTrace], cluster: Cluster) -> t
     if plan.model.num_experts:
         lines.append("imbalance between experts: every expert gets the same number of tokens")
     if plan.flags.get("moe_shared_expert_overlap"):
-        lines.append("the backward of shared experts beside the dispatch: counted one after another")
+        lines.append("the backward of shared experts beside the dispatch: counted as not hidden")
     if plan.flags.get("overlap_moe_expert_parallel_comm"):
         lines.append("overlap of expert communication with other layers' work")
     if plan.flags.get("tp_comm_overlap"):

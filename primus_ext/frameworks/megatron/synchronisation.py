@@ -7,6 +7,7 @@ where they run (beside the last backward, beside the next forward) is decided by
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -30,6 +31,7 @@ class Losses:
     def watch(self, forward_step_func: Callable[..., Any]) -> Callable[..., Any]:
         """The forward step, with its loss function watched."""
 
+        @functools.wraps(forward_step_func)
         def forward_step(*args: Any, **kwargs: Any) -> Any:
             output, loss_func = forward_step_func(*args, **kwargs)
 
