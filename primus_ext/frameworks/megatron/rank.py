@@ -184,11 +184,7 @@ def _record(
             dataclasses.replace(chunk, memory=memory_in_flight)
             for chunk, memory_in_flight in zip(chunks, sizes_in_flight, strict=True)
         )
-    sync, kernels = synchronisation.record(recorder, model)
-    gathers = synchronisation.gathers(recorder, step, sync)
-    sync += tuple(c for c in sync if c.phase == synchronisation.GATHER) * (gathers - 1)
-    step = synchronisation.without_marked(step) + kernels
-    step += synchronisation.record_statistics(recorder, args)
+    step, sync, gathers = synchronisation.apart(recorder, args, model, step)
     ops = probe.labelled_ops(recorder, makers, bare, config, chunks)
     local, total, active = parts.counts(bare, args, config)
     return RankTrace(

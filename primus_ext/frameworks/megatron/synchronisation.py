@@ -7,12 +7,8 @@ where they run (beside the last backward, beside the next forward) is decided by
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable, Iterator
 from typing import Any
-
-import torch
-import torch.distributed as dist
 
 from primus_ext.observe.recorder import Recorder
 from primus_ext.trace import Call
@@ -20,30 +16,6 @@ from primus_ext.trace import Call
 REDUCE, GATHER = "reduce", "gather"
 """Phases of the calls that synchronise gradients and parameters."""
 _SYNC = {"start_grad_sync": REDUCE, "start_param_sync": GATHER}
-
-
-class Losses:
-    """Remembers what the user's loss function reports for the log."""
-
-    def __init__(self) -> None:
-        self.reported: dict[str, torch.Tensor] = {}
-
-    def watch(self, forward_step_func: Callable[..., Any]) -> Callable[..., Any]:
-        """The forward step, with its loss function watched."""
-
-        @functools.wraps(forward_step_func)
-        def forward_step(*args: Any, **kwargs: Any) -> Any:
-            output, loss_func = forward_step_func(*args, **kwargs)
-
-            def watched(*a: Any, **k: Any) -> Any:
-                found = loss_func(*a, **k)
-                if isinstance(found, tuple) and isinstance(found[-1], dict):
-                    self.reported = found[-1]
-                return found
-
-            return output, watched
-
-        return forward_step
 
 
 def _bucket_groups(model: list[Any]) -> Iterator[Any]:
@@ -73,6 +45,28 @@ def mark(recorder: Recorder, model: list[Any]) -> None:
     for group in _bucket_groups(model):
         for name, phase in _SYNC.items():
             setattr(group, name, marked(getattr(group, name), phase))
+
+
+def apart(
+    recorder: Recorder, args: Any, model: list[Any], step: tuple[Call, ...]
+) -> tuple[tuple[Call, ...], tuple[Call, ...], int]:
+    """Take the synchronisation out of a step, and add what is agreed on beside it.
+
+    Args:
+        recorder: The recorder.
+        args: Validated Megatron arguments.
+        model: Chunks in their data-parallel wrappers.
+        step: Calls of a step recorded after :func:`mark`.
+
+    Returns:
+        The step; the collectives that reduce gradients and gather parameters; how often the latter
+        are issued.
+    """
+    sync, kernels = record(recorder, model)
+    often = gathers(recorder, step, sync)
+    sync += tuple(call for call in sync if call.phase == GATHER) * (often - 1)
+    rest = without_marked(step) + kernels + record_statistics(recorder, args)
+    return rest, sync, often
 
 
 def without_marked(step: tuple[Call, ...]) -> tuple[Call, ...]:
@@ -136,41 +130,30 @@ def record(
     return collectives, kernels
 
 
-def record_statistics(
-    recorder: Recorder, args: Any, losses: dict[str, torch.Tensor]
-) -> tuple[Call, ...]:
-    """What Megatron's ``train_step`` and ``training_log`` agree on in every step.
+def record_statistics(recorder: Recorder, args: Any) -> tuple[Call, ...]:
+    """What ranks agree on in every step beside Megatron's ``train_step`` as it was recorded.
 
-    Whether a rank wants to rerun the step, whether all stepped, the gradient norm (and the count of
-    zeros), the losses of the last pipeline stage, the learning rate, and the losses of experts and
-    multi-token prediction.
+    Whether a rank wants to rerun the step and whether all stepped (switched off while recording),
+    and in ``training_log`` the learning rate and the losses of experts and of multi-token
+    prediction.
 
     Args:
         recorder: The recorder.
         args: Validated Megatron arguments.
-        losses: Reported by the loss function; empty where there is none.
     """
-    from megatron.core import parallel_state
     from megatron.core.rerun_state_machine import get_rerun_state_machine
     from megatron.training.utils import (
         logical_and_across_model_parallel_group,
         reduce_max_stat_across_model_parallel_group,
     )
 
-    replicas: Any = parallel_state.get_data_parallel_group(with_context_parallel=True)
     reruns: Any = get_rerun_state_machine()
     with recorder.collect("step") as calls:
-        reruns.should_run_forward_backward(None)  # the step is over
+        if args.rerun_mode != "disabled":
+            reruns._reduce_any(False)
         logical_and_across_model_parallel_group(True)
         reduce_max_stat_across_model_parallel_group(1.0)
-        if args.log_num_zeros_in_grad:
-            reduce_max_stat_across_model_parallel_group(1.0)
-        for value in losses.values():
-            if value.numel() == 2:  # sum and tokens; a single number is averaged by the user
-                dist.all_reduce(value.detach().clone().view(-1), group=replicas)
-        reduce_max_stat_across_model_parallel_group(1.0)  # the learning rate
         _tracked(args)
-    reruns.should_run_forward_backward(None)
     return tuple(call for _, _, call in calls)
 
 
