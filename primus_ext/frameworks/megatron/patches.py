@@ -8,6 +8,7 @@ from typing import Any
 
 from primus_ext.emulate import fused
 from primus_ext.emulate.registry import patch
+from primus_ext.observe import recorder
 
 _CORE = "megatron-core 0.19"
 
@@ -58,3 +59,22 @@ def _statistics(module: Any) -> None:
 
     module.reduce_max_stat_across_model_parallel_group = reduce_value
     module.logical_and_across_model_parallel_group = lambda value, group=None: value
+
+
+@patch("megatron.core.tensor_parallel.random", "CheckpointWithoutOutput._recompute",
+       group="megatron", versions=_CORE,
+       reason="work that is done again inside the backward is recorded as such")
+def _again(module: Any) -> None:
+    recompute = module.CheckpointWithoutOutput._recompute
+
+    def marked(self: Any, *args: Any) -> Any:
+        active = recorder.current()
+        if active is None:
+            return recompute(self, *args)
+        before, active.phase = active.phase, "recompute"
+        try:
+            return recompute(self, *args)
+        finally:
+            active.phase = before
+
+    module.CheckpointWithoutOutput._recompute = marked
