@@ -6,6 +6,7 @@ counted comes from the methods of torch's process groups, which every collective
 through; nothing of ``primus_ext.observe`` takes part.
 """
 
+import faulthandler
 import json
 import os
 import sys
@@ -163,15 +164,14 @@ def main():
     os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
     from primus_ext.emulate import apex_wgrad, registry, te, triton_kernels, virtual_cuda
 
+    faulthandler.dump_traceback_later(300, exit=True)  # a run that hangs says where
     count_everything()
     virtual_cuda.install(virtual_cuda.DeviceProfile("h100", (9, 0), 80 * 2**30, 132, 8))
     te.install(compute_capability=(9, 0))
     apex_wgrad.install()
     registry.apply_all(triton_kernels.GROUP)
     from primus_ext.emulate import shims_cpu  # noqa: F401
-    from primus_ext.frameworks.megatron import patches, routing  # noqa: F401
 
-    registry.apply_all("megatron")
     for item in registry.registered("cpu_training"):
         if item.name.endswith("splits"):  # gloo takes lists of split sizes
             import megatron.core.transformer.moe.moe_utils as module
