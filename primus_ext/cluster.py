@@ -53,6 +53,10 @@ class Accelerator:
     """Device memory that the driver context and libraries take outside the tensor allocator."""
     communicator_bytes: Figure
     """Device memory that the collective library takes for one process group."""
+    communicator_pair_bytes: Figure
+    """The same for a group of two."""
+    all_to_all_peer_bytes: Figure
+    """What an all-to-all takes besides, for every other member in the scale-up domain."""
     residuals: dict[str, Figure]
     """How far the model may be off, as the half width of the central 80 % of ln(measured/modelled),
     by kind of work (gemm, attention, memory, communication); where there are too few rows for a

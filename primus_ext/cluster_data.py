@@ -14,7 +14,7 @@ from primus_ext.conf_dir import hydra_conf_dir
 _PLAIN = ("name", "vendor", "arch", "multi_processors", "scale_up_topology", "scale_up_gpus")
 _FIGURES = ("hbm_bytes", "hbm_bandwidth", "hbm_efficiency", "kernel_launch_s",
             "scale_up_bandwidth", "scale_up_latency_s", "context_bytes",
-            "communicator_bytes")  # fmt: skip
+            "communicator_bytes", "communicator_pair_bytes", "all_to_all_peer_bytes")  # fmt: skip
 _TABLES = ("peak_flops", "gemm_efficiency", "attention_efficiency", "scale_up_efficiency",
            "residuals")  # fmt: skip
 _NETWORK = ("nic_bandwidth", "nic_efficiency", "nic_latency_s")

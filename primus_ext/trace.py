@@ -142,6 +142,66 @@ class Segment:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class AllocationKind:
+    """What all allocations of the same size, made by the same op at the same place, share."""
+
+    bytes: int
+    op: str
+    """What made the tensor, e.g. ``aten.mm`` or ``te.generic_gemm``; '' where unknown."""
+    module: str
+    """Part of the model and module below it, layers without their number; '' where unknown."""
+    phase: str
+    """forward, backward, recompute, step or setup; of what lives through the whole step:
+    parameters, gradients, optimizer or workspaces."""
+    stream: int = 0
+    """Which stream was current; 0: the one on which the program starts."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ChunkEvents:
+    """Allocations and frees of one microbatch through one model chunk, in order.
+
+    ``n >= 0`` allocates a tensor of kind ``n`` (index into :attr:`RankTrace.allocations`);
+    ``n < 0`` frees the ``-n - 1``-th allocation, counted through forward and backward.
+    """
+
+    forward: tuple[int, ...]
+    backward: tuple[int, ...]
+    received: int = -1
+    """Number of the allocation that holds the activation from the stage before; -1: none."""
+    output: int = -1
+    """The activation for the next stage."""
+    gradient: int = -1
+    """The gradient from the next stage."""
+    input_gradient: int = -1
+    """The gradient for the stage before."""
+    kept: tuple[int, ...] = ()
+    """Numbers of the allocations that outlive the microbatch: modules remember them until the next
+    forward makes new ones."""
+    logged: tuple[int, ...] = ()
+    """Numbers of those that stay until the step ends: its losses."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class StaticEvents:
+    """Allocations and frees around the microbatches, in order; events as in :class:`ChunkEvents`.
+
+    Numbers count through ``setup`` and ``first_step``; ``step`` counts by itself.
+    """
+
+    setup: tuple[int, ...] = ()
+    """Model, buffers and optimizer, as they are built."""
+    workspaces: tuple[int, ...] = ()
+    """Kinds of what the first forward leaves behind."""
+    late_workspaces: tuple[int, ...] = ()
+    """Kinds of what the first backward leaves behind."""
+    first_step: tuple[int, ...] = ()
+    """The first optimizer step, which makes the optimizer's state."""
+    step: tuple[int, ...] = ()
+    """Gradient finalisation and every later optimizer step."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class ChunkMemory:
     """Live tensor bytes of one microbatch through one model chunk, above what was live before."""
 
@@ -156,6 +216,8 @@ class ChunkMemory:
     counted_bytes: int = 0
     """Part of ``saved_bytes`` that the schedule holds until its next forward is through: the
     number of tokens and, on the last stage of a pipeline, the loss.  0 if interleaved."""
+    stub_bytes: int = 0
+    """Part of ``saved_bytes``: the one element that takes the place of an output that was sent."""
     leftover_bytes: int = 0
     """What modules keep of a microbatch after its backward, until the chunk's next forward: e.g.
     the token dispatcher's tables."""
@@ -182,6 +244,8 @@ class ChunkTrace:
     memory: ChunkMemory
     boundary_bytes: int
     """Size of the activation sent to the next stage (0 on the last)."""
+    events: ChunkEvents | None = None
+    """None where allocations were not recorded."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -238,6 +302,10 @@ class RankTrace:
     sync: tuple[Call, ...] = ()
     """Collectives that reduce the gradient buckets (phase ``reduce``) and gather the parameters
     (``gather``) once a step; they are in no other list."""
+    allocations: tuple[AllocationKind, ...] = ()
+    """Kinds of allocations that the events of the trace refer to."""
+    static_events: StaticEvents | None = None
+    """None where allocations were not recorded."""
 
 
 def to_plain(value: Any) -> Any:

@@ -32,7 +32,7 @@ def test_the_file_has_the_keys_of_the_contract(tmp_path: Path) -> None:
     found = json.loads(files.write(projection(), tmp_path).read_text())
     assert list(found) == KEYS
     memory, throughput = found["memory"], found["throughput"]
-    assert set(memory) == {"verdict", "capacity_bytes", "binding_role", "per_role"}
+    assert set(memory) == {"verdict", "capacity_bytes", "binding_role", "per_role", "notes"}
     assert memory["verdict"] in ("fits", "at_risk", "oom")
     role = memory["per_role"][0]
     assert {"role", "ranks", "parameters", "peak_bytes", "reserved_bytes", "parts"} <= set(role)

@@ -7,8 +7,9 @@ below autograd, so nothing depends on how a framework organises its modules.
 from __future__ import annotations
 
 import contextlib
+import functools
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -16,9 +17,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 from primus_ext.observe import classify, classify_c10d, streams
+from primus_ext.observe.allocations import Kinds, Log, Logs
 from primus_ext.trace import Call, Op, ScopeKind
 
 _current: list[Recorder] = []
+
+
+@functools.cache
+def _op_name(func: Any) -> str:
+    """E.g. ``aten.mm``."""
+    return str(func._schema.name).replace("::", ".")
 
 
 def current() -> Recorder | None:
@@ -32,7 +40,14 @@ class LiveBytes:
     Beside all storages those that were made since :meth:`mark` are counted on their own.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, kind_of: Callable[[int, str], int]) -> None:
+        """Nothing is live.
+
+        Args:
+            kind_of: Size in bytes and op of a new storage to its kind in the logs.
+        """
+        self.logs = Logs()
+        self._kind_of = kind_of
         self.live = 0
         self.peak = 0
         self.fresh = 0
@@ -41,8 +56,8 @@ class LiveBytes:
         self._epoch = 0
         self._storages: dict[int, tuple[weakref.ref, int, int]] = {}
 
-    def track(self, tensor: torch.Tensor) -> None:
-        """Count the storage of ``tensor`` from now until it is freed."""
+    def track(self, tensor: torch.Tensor, op: str = "") -> None:
+        """Count the storage of ``tensor``, which ``op`` made, from now until it is freed."""
         storage = tensor.untyped_storage()
         key = storage._cdata
         if key in self._storages:
@@ -59,12 +74,16 @@ class LiveBytes:
         self.fresh += size
         self.peak = max(self.peak, self.live)
         self.fresh_peak = max(self.fresh_peak, self.fresh)
+        if size:
+            self.logs.allocated(key, self._kind_of(size, op))
 
     def _forget(self, key: int) -> None:
         _, size, epoch = self._storages.pop(key, (None, 0, -1))
         self.live -= size
         if epoch == self._epoch:
             self.fresh -= size
+        if size:
+            self.logs.freed(key)
 
     def mark(self) -> None:
         """From now on storages are fresh; those that live already no longer are."""
@@ -81,6 +100,10 @@ class LiveBytes:
         """Bytes of the distinct storages of ``tensors`` that are counted as live."""
         keys = {tensor.untyped_storage()._cdata for tensor in tensors}
         return sum(self._storages[key][1] for key in keys if key in self._storages)
+
+    def number(self, tensor: torch.Tensor | None, log: Log) -> int:
+        """The number of a tensor's allocation in a log; -1 if it was not allocated there."""
+        return -1 if tensor is None else log.number(tensor.untyped_storage()._cdata)
 
     def reset_peak(self) -> None:
         """Start new peaks at what is live now."""
@@ -100,7 +123,8 @@ class Recorder(TorchDispatchMode):
         super().__init__()
         self.group_names = group_names
         self.groups_seen: dict[str, tuple[int, ...]] = {}
-        self.memory = LiveBytes()
+        self.kinds = Kinds()
+        self.memory = LiveBytes(self._kind)
         self.ops: list[Op] = []
         self._index: dict[Op, int] = {}
         self.calls: list[tuple[ScopeKind, str, Call]] = []
@@ -136,7 +160,7 @@ class Recorder(TorchDispatchMode):
             self._fused_made += [weakref.ref(t) for t in produced]
             return out
         for tensor in produced:
-            self.memory.track(tensor)
+            self.memory.track(tensor, _op_name(func))
         if self.recording:
             self._note(func, args, kwargs, produced, out)
         return out
@@ -168,6 +192,14 @@ class Recorder(TorchDispatchMode):
         call = Call(op=index, phase=self.phase, module=module, stream=stream, waits=waits)
         self.calls.append((kind, name, call))
 
+    def _kind(self, size: int, op: str) -> int:
+        """Kind of a new storage, by where the program is."""
+        kind, name = self.scope
+        module = self.modules[-1] if self.modules else ""
+        if not module or (name and module.startswith(name)):
+            module = f"{kind}{module[len(name) :]}"
+        return self.kinds.of(size, op, module, self.phase)
+
     def kernel(
         self, name: str, inputs: list[torch.Tensor], outputs: list[torch.Tensor]
     ) -> None:
@@ -193,10 +225,10 @@ class Recorder(TorchDispatchMode):
         for ref in self._fused_made:
             tensor = ref()
             if tensor is not None:
-                self.memory.track(tensor)
+                self.memory.track(tensor, f"fused.{name}")
         self._fused_made.clear()
         for tensor in outputs:
-            self.memory.track(tensor)
+            self.memory.track(tensor, f"fused.{name}")
         if self.recording:
             self._append(classify.memory_op(f"fused.{name}", inputs, outputs))
 

@@ -6,7 +6,9 @@ from collections.abc import Sequence
 
 from primus_ext.cluster import Cluster
 from primus_ext.plan import Plan
-from primus_ext.project.memory import SLACK, SLACK_HIGH
+from primus_ext.project import allocator_config
+from primus_ext.project.footprint import replayable
+from primus_ext.project.memory import SLACK
 from primus_ext.trace import RankTrace
 
 _ALWAYS = (
@@ -46,8 +48,18 @@ def not_modelled(plan: Plan, stages: Sequence[RankTrace], cluster: Cluster) -> t
         lines.append("optimizer offload to the host")
     if cluster.accelerator.vendor == "amd":
         lines.append("ROCm's own Transformer Engine kernels: the ops are those of NVIDIA's wheel")
-    lines.append(
-        f"allocator fragmentation: {SLACK:.1%} of the peak (median of published runs), "
-        f"{SLACK_HIGH:.1%} for at_risk"
-    )
+    lines += _allocator(plan, stages)
     return (*lines, *_ALWAYS)
+
+
+def _allocator(plan: Plan, stages: Sequence[RankTrace]) -> list[str]:
+    """What is said of PyTorch's caching allocator."""
+    if not all(replayable(trace) for trace in stages):
+        return [f"allocator fragmentation: {SLACK:.1%} of the peak (median of published runs)"]
+    variable = allocator_config.variable(plan.flags)
+    lines = [
+        "allocator: side streams are not told apart, and new segments lie at rising addresses"
+    ]
+    if variable:
+        lines.append(f"allocator settings are {variable}={plan.flags[variable]}")
+    return lines

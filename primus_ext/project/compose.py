@@ -57,6 +57,7 @@ def project(
     step = _Step(plan, stages, cluster, shape)
     terms, kinds = step.terms()
     step_s = sum(term.exposed_seconds for term in terms)
+    judged = memory.verdict(plan, stages, cluster, shape)
     return Projection(
         plan=plan,
         program=program,
@@ -66,11 +67,11 @@ def project(
             "total_parameters": sum(trace.global_parameters for trace in stages),
             "active_parameters": sum(trace.active_parameters for trace in stages),
         },
-        memory=memory.verdict(plan, stages, cluster, shape),
+        memory=judged,
         throughput=throughput(plan, stages, cluster, step_s, kinds),
         breakdown=tuple(terms),
         not_modelled=caveats.not_modelled(plan, stages, cluster),
-        warnings=tuple(warnings),
+        warnings=(*warnings, *judged.notes),
         collectives=inventory.listed(inventory.of_step(plan, stages, shape)),
         provenance={
             "binding_pp_rank": step.binding,

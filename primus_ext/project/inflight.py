@@ -36,7 +36,7 @@ def steady(shape: Shape) -> Shape:
     incomplete group is kept.
     """
     group = shape.group_size if shape.vpp > 1 else 1
-    enough = 3 * group if shape.vpp > 1 else 2 * shape.pp
+    enough = 5 * group if shape.vpp > 1 else 2 * shape.pp
     surplus = max(0, shape.microbatches - enough) // group * group
     return dataclasses.replace(shape, microbatches=shape.microbatches - surplus)
 
@@ -46,7 +46,8 @@ class _Live:
 
     def __init__(self, shape: Shape, rank: int, sizes: Sequence[int]) -> None:
         self._transfers, self._rank, self._pp = Transfers(shape), rank, shape.pp
-        self._sizes, self._kept_after_send = sizes, not shape.waits_for_sends
+        self._sizes, self._interleaved = sizes, shape.vpp > 1
+        self._kept_after_send = not shape.waits_for_sends and not self._interleaved
         self.buffers = 0
 
     def size(self, transfer: int) -> int:
@@ -59,12 +60,17 @@ class _Live:
         return (boundary + backward) % self._pp == self._rank
 
     def transfer(self, posts: Sequence[int], waits: Sequence[int]) -> None:
-        """Receive buffers are allocated when posted; sent tensors are freed when complete."""
+        """Receive buffers are allocated when posted; sent tensors are freed when complete.
+
+        Interleaved, what is sent is freed when local variables forget it: see ``Retained``.
+        """
         for t in posts:
             if not self._is_mine(t):
                 self.buffers += self.size(t)
             elif self._kept_after_send and not t & 1 and t not in waits:
                 self.buffers -= self.size(t)
+        if self._interleaved:
+            return
         for t in waits:
             if self._is_mine(t):
                 self.buffers -= self.size(t)
@@ -78,7 +84,7 @@ class _Live:
         else:
             taken = of.backward_in(self._rank, chunk, microbatch)
             made = of.backward_out(self._rank, chunk, microbatch)
-        return self.size(taken), self.size(made)
+        return self.size(taken), 0 if self._interleaved else self.size(made)
 
 
 def peak(

@@ -28,6 +28,25 @@ def warmup_forwards(shape: Shape, rank: int) -> int:
     return min(ahead, shape.microbatches * shape.vpp)
 
 
+def received_after(shape: Shape, rank: int, k: int) -> tuple[int, int] | None:
+    """(chunk, microbatch) whose input a rank receives after its forward ``k``, if any.
+
+    The first rank takes what the last rank has just finished, pp - 1 forwards behind; the others
+    take the input of their next forward.
+    """
+    table = order(shape)
+    if k + 1 >= len(table):
+        return None
+    if rank:
+        microbatch, chunk = table[k + 1]
+        return chunk, microbatch
+    behind = k - (shape.pp - 1)
+    if behind < 0:
+        return None
+    microbatch, chunk = table[behind]
+    return (chunk + 1, microbatch) if chunk + 1 < shape.vpp else None
+
+
 class _Rank:
     """Transfers of one rank, by the position of a forward or a backward in its order."""
 
@@ -64,20 +83,9 @@ class _Rank:
         return self._of.backward_out(self.rank, chunk, microbatch)
 
     def next_input(self, k: int) -> int:
-        """What is received after forward ``k``.
-
-        The first rank takes what the last rank has just finished, pp - 1 forwards behind; the
-        others take the input of their next forward.
-        """
-        if k + 1 >= self.total:
-            return -1
-        if self.rank:
-            return self.forward_in(k + 1)
-        behind = k - (self.shape.pp - 1)
-        if behind < 0:
-            return -1
-        microbatch, chunk = self.table[behind]
-        return self._of.forward_out(self.shape.pp - 1, chunk, microbatch)
+        """What is received after forward ``k``."""
+        work = received_after(self.shape, self.rank, k)
+        return -1 if work is None else self._of.forward_in(self.rank, *work)
 
     def next_gradient(self, k: int) -> int:
         """What is received after backward ``k``; on the last rank from the first, mirrored."""

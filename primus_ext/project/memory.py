@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 from primus_ext.cluster import Cluster
 from primus_ext.plan import Plan
-from primus_ext.project import inflight
+from primus_ext.project import allocator_config, inflight, outside, tight
+from primus_ext.project.footprint import footprint, replayable
 from primus_ext.project.programs import Shape
 from primus_ext.project.result import Memory, MemoryParts, RoleMemory
 from primus_ext.project.retained import Retained
@@ -14,12 +15,14 @@ from primus_ext.project.schedule import programs
 from primus_ext.trace import RankTrace, ScopeKind
 
 SLACK = 0.047
-"""What torch reserves above what is allocated at the peak, as a share of the latter.  Median of 216
-ranks of 27 Megatron runs on 8 B200 (SimuMax 4dcaae5 docs/b200, torch 2.10;
-``scripts/fit/allocator_slack.py``)."""
+"""What torch reserves above what is allocated at the peak, as a share of the latter, where a trace
+has no allocations to replay.  Median of 216 ranks of 27 Megatron runs on 8 B200 (SimuMax 4dcaae5
+docs/b200, torch 2.10; ``scripts/fit/allocator_slack.py``)."""
 
-SLACK_HIGH = 0.069
-"""The same where nine of ten ranks lie below (same rows); the largest was 0.093."""
+
+AGREEMENT = 0.01
+"""Share of the peak by which replay and composition may differ: the exchanges between stages and
+a few boundary activations; more means that one of them has another program in mind."""
 
 
 def per_role(
@@ -37,7 +40,7 @@ def per_role(
     order = programs(short)
     sizes = boundary_bytes(stages, shape)
     return tuple(
-        _role(plan, trace, cluster, rank, shape, sizes,
+        _role(plan, trace, cluster, rank, shape, short, sizes,
               inflight.peak(short, order[rank], rank, [c.memory for c in trace.chunks], sizes,
                             shape.microbatches - short.microbatches))
         for rank, trace in enumerate(stages)
@@ -53,19 +56,12 @@ def boundary_bytes(stages: Sequence[RankTrace], shape: Shape) -> list[int]:
 
 
 def outside_bytes(trace: RankTrace, cluster: Cluster) -> int:
-    """Device memory that is no tensor: driver context and the communicators that are used."""
-    accelerator = cluster.accelerator
-    used = {op.collective.group for op in trace.ops if op.collective is not None}
-    used |= {bucket.group for bucket in trace.buckets} | {"pp"}
-    members = {trace.groups[name] for name in used if name in trace.groups}
-    communicators = sum(len(ranks) > 1 for ranks in members)
-    return int(
-        accelerator.context_bytes.value + communicators * accelerator.communicator_bytes.value
-    )
+    """Device memory beside torch's allocator: driver context and communicators."""
+    return sum(outside.by_source(trace, cluster).values())
 
 
 def _role(
-    plan: Plan, trace: RankTrace, cluster: Cluster, rank: int, shape: Shape,
+    plan: Plan, trace: RankTrace, cluster: Cluster, rank: int, shape: Shape, short: Shape,
     sizes: Sequence[int], moment: inflight.Moment,
 ) -> RoleMemory:
     static = trace.static
@@ -84,14 +80,31 @@ def _role(
     )
     peak = parts.total
     pipeline = trace.groups.get("pp", (trace.rank,))
+    beside = outside.by_source(trace, cluster)
+    library = outside.blas_workspaces(trace, cluster.accelerator, plan.flags)
+    found, replayed = None, None
+    if replayable(trace):
+        config = allocator_config.from_environment(plan.flags)
+        found = footprint(trace, rank, short, sizes, config, library)
+        replayed = found.tensor_bytes - sum(library)
+        if abs(replayed - peak) > AGREEMENT * peak:
+            found = None
+    within = found.reserved_bytes if found else int(peak * (1 + SLACK)) + sum(library)
     return RoleMemory(
         role=role_name(plan, trace, rank),
         ranks=plan.parallelism.world_size // plan.parallelism.pp,
         example_rank=pipeline[rank] if rank < len(pipeline) else trace.rank,
         parameters=trace.parameters,
         peak_bytes=peak,
-        reserved_bytes=int(peak * (1 + SLACK)) + outside_bytes(trace, cluster),
+        reserved_bytes=within + sum(beside.values()),
         parts=parts,
+        outside=beside,
+        library_bytes=sum(library),
+        replayed_bytes=replayed,
+        allocated_bytes=found and found.allocated_bytes,
+        allocator_bytes=found and found.reserved_bytes,
+        timeline=found and found.timeline,
+        top_allocations=found.top_allocations if found else (),
     )
 
 
@@ -114,23 +127,55 @@ def role_name(plan: Plan, trace: RankTrace, rank: int) -> str:
 def verdict(
     plan: Plan, stages: Sequence[RankTrace], cluster: Cluster, shape: Shape
 ) -> Memory:
-    """Whether the job fits, judged on the heaviest role.
+    """Whether the job fits, judged on the rank that needs most.
 
-    ``oom``: the tensors, the context and the communicators alone need more than there is.
-    ``at_risk``: they fit, but not with the slack that one in ten ranks shows (``SLACK_HIGH``).
+    ``oom``: the tensors and what lies beside them need more than there is.
+    ``at_risk``: they fit, but not with what the allocator reserves.  It gives unused segments back
+    when the device has no more, so such a job may run; pieces of segments stay lost.
     """
     roles = per_role(plan, stages, cluster, shape)
     capacity = int(cluster.accelerator.hbm_bytes.value)
     heaviest = max(range(len(roles)), key=lambda i: roles[i].reserved_bytes)
-    outside = [outside_bytes(trace, cluster) for trace in stages]
-    least = max(role.peak_bytes + out for role, out in zip(roles, outside, strict=True))
-    high = max(
-        role.peak_bytes * (1 + SLACK_HIGH) + out for role, out in zip(roles, outside, strict=True)
-    )
-    word = "oom" if least > capacity else "at_risk" if high > capacity else "fits"
+    least = max(role.least_bytes for role in roles)
+    word = "oom" if least > capacity else "fits"
+    if word == "fits" and roles[heaviest].reserved_bytes > capacity:
+        word = "at_risk"
     return Memory(
         verdict=word,
         capacity_bytes=capacity,
         binding_role=roles[heaviest].role,
         per_role=roles,
+        notes=(
+            *_disagreements(roles),
+            *(_at_risk(plan, stages, cluster, shape, roles) if word == "at_risk" else ()),
+        ),
     )
+
+
+def _disagreements(roles: Sequence[RoleMemory]) -> list[str]:
+    """Roles whose replay can't be used."""
+    return [
+        f"{role.role}: allocations replay to {role.replayed_bytes:,} bytes where "
+        f"{role.peak_bytes:,} are composed, so {SLACK:.1%} stand for what the allocator adds"
+        for role in roles
+        if role.replayed_bytes is not None and role.allocator_bytes is None
+    ]
+
+
+def _at_risk(
+    plan: Plan, stages: Sequence[RankTrace], cluster: Cluster, shape: Shape,
+    roles: Sequence[RoleMemory],
+) -> tuple[str, ...]:  # fmt: skip
+    """What becomes of the rank at risk that needs most."""
+    capacity = int(cluster.accelerator.hbm_bytes.value)
+    rank = max(range(len(roles)), key=lambda i: roles[i].reserved_bytes)
+    trace, role = stages[rank], roles[rank]
+    if role.allocator_bytes is None:
+        return ()
+    text = tight.sentence(
+        trace, rank, inflight.steady(shape), boundary_bytes(stages, shape),
+        allocator_config.from_environment(plan.flags),
+        outside.blas_workspaces(trace, cluster.accelerator, plan.flags),
+        capacity - sum(role.outside.values()),
+    )  # fmt: skip
+    return (f"{role.role} would reserve more than the device has: {text}",)

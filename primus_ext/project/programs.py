@@ -46,6 +46,10 @@ class Shape:
         """:attr:`group` with its default."""
         return self.group or self.pp
 
+    def with_microbatches(self, microbatches: int) -> Shape:
+        """The same schedule with another number of microbatches."""
+        return dataclasses.replace(self, microbatches=microbatches)
+
     def check(self) -> None:
         """Refuse what Megatron refuses.
 

@@ -29,6 +29,47 @@ class MemoryParts:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class LiveAllocations:
+    """Equal allocations that are live at the same time."""
+
+    module: str
+    """Part of the model and module below it, without the layer's number; '' where unknown."""
+    op: str
+    phase: str
+    """forward, backward, recompute, step, communication, or the part that is static."""
+    bytes: int
+    """Of one of them."""
+    count: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Timeline:
+    """Bytes of live tensors over one step, by part."""
+
+    columns: tuple[str, ...]
+    """``position``, then the parts."""
+    points: tuple[tuple[float, ...], ...]
+    """The highest moments in order.  Position 3.25: a quarter of the fourth piece is done."""
+    pieces: tuple[str, ...]
+    """What runs: forward and backward of a microbatch, exchange, optimizer."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Footprint:
+    """What PyTorch's caching allocator makes of a rank's allocations, bytes."""
+
+    allocated_bytes: int
+    """Highest ``torch.cuda.memory_allocated``: tensors rounded up to blocks, BLAS workspaces."""
+    reserved_bytes: int
+    """Highest ``torch.cuda.memory_reserved``."""
+    tensor_bytes: int
+    """Most bytes of tensors, BLAS workspaces included, that are live at once in a later step."""
+    timeline: Timeline
+    top_allocations: tuple[LiveAllocations, ...]
+    """Live at the highest moment, the most bytes first."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class RoleMemory:
     """Memory of all ranks that do the same work."""
 
@@ -42,8 +83,26 @@ class RoleMemory:
     peak_bytes: int
     """Peak of live tensor bytes."""
     reserved_bytes: int
-    """Peak of what the device must provide: tensors, allocator slack, context, communicators."""
+    """Peak of what is taken from the device: segments of the allocator and what is ``outside``."""
     parts: MemoryParts
+    outside: dict[str, int] = dataclasses.field(default_factory=dict)
+    """Bytes beside torch's allocator by source: context, communicators."""
+    library_bytes: int = 0
+    """Workspaces that the BLAS library takes from torch's allocator; not in ``peak_bytes``."""
+    allocated_bytes: int | None = None
+    """What ``torch.cuda.max_memory_allocated`` will say; None where allocations are unknown."""
+    allocator_bytes: int | None = None
+    """What ``torch.cuda.max_memory_reserved`` will say: segments, ``outside`` left out."""
+    replayed_bytes: int | None = None
+    """The replay's own ``peak_bytes``: where it is not the composed one, nothing of the replay is
+    used."""
+    timeline: Timeline | None = None
+    top_allocations: tuple[LiveAllocations, ...] = ()
+
+    @property
+    def least_bytes(self) -> int:
+        """What the device must have at least, were nothing lost to rounding and fragments."""
+        return self.peak_bytes + self.library_bytes + sum(self.outside.values())
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,6 +114,8 @@ class Memory:
     capacity_bytes: int
     binding_role: str
     per_role: tuple[RoleMemory, ...]
+    notes: tuple[str, ...] = ()
+    """What else is known of a job at risk."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

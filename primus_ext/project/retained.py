@@ -1,9 +1,16 @@
-"""Tensors that outlive their use because Megatron's schedule still refers to them.
+"""Tensors that outlive their use because Megatron's schedule or a model chunk still refers to them.
 
-Megatron-core 0.19, ``pipeline_parallel/schedules.py``: the loops keep the gradients of the last
-backward in local variables until the next one; the output of the last backward, whose graph holds
-the stage's input, until the next forward is through.  A model chunk keeps the last input that it
-was given (``set_input_tensor``), and with it that input's gradient, until it is given another.
+Megatron-core 0.19, ``pipeline_parallel/schedules.py``, local variables of the loops:
+
+- the gradient of the input that the last backward returned, until the next backward is through;
+- without interleaving, the output of the last backward, whose graph holds the stage's input, until
+  the next forward is through;
+- interleaved, the output just made until the next forward (it is sent meanwhile), after that what
+  took its place, and with overlapped exchanges the input that the last warm-up exchange received,
+  to the end.
+
+A model chunk keeps the last input that it was given (``set_input_tensor``) until it is given
+another.  Whatever keeps an input keeps its gradient too.
 """
 
 from __future__ import annotations
@@ -11,11 +18,15 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
+from primus_ext.project import interleaved
 from primus_ext.project.programs import Shape
 from primus_ext.trace import ChunkMemory
 
 COUNTER = 4
 """Bytes of the int32 in which the schedule adds up tokens (``total_num_tokens``)."""
+
+Work = tuple[int, int]
+"""A chunk and a microbatch."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -38,14 +49,18 @@ class Retained:
     """Microbatch of the last forward, by chunk."""
     _finished: set[int] = dataclasses.field(default_factory=set)
     """Chunks whose last input went through its backward already."""
-    _last_backward: int | None = None
-    """Chunk of the last backward."""
-    _output_kept: int = 0
-    """The output just made: with overlapped exchanges it is freed before the next forward."""
+    _last_backward: Work | None = None
+    _newest: Work | None = None
+    """The last forward."""
+    _after_forward: bool = False
+    """Whether the work before this one was a forward."""
+    _warm: Work | None = None
+    """Whose input the last warm-up exchange received, once it went through its backward."""
 
     def __post_init__(self) -> None:
         # A step begins with what the chunks kept from the step before.
         self._finished = set(range(self.shape.vpp))
+        self._latest = dict.fromkeys(range(self.shape.vpp), -1)
 
     def _input(self, chunk: int) -> int:
         stage = chunk * self.shape.pp + self.rank
@@ -59,17 +74,11 @@ class Retained:
         """Bytes kept while a forward or backward runs, beside what that work itself needs."""
         if forward:
             self._begin(chunk, microbatch)
-        kept = COUNTER + self._logged + self._leftovers()
-        kept += self._kept_by_chunks() if self.shape.vpp > 1 else 0
-        if self.shape.overlap_p2p and not forward:
-            kept += self._output_kept
-        last = self._last_backward
-        if last is not None:
-            if last not in self._finished or self.shape.vpp == 1:
-                kept += self._input(last)  # its gradient
-            if forward and self.shape.vpp == 1:
-                kept += self._input(last) + self._output(last) + self.chunks[last].counted_bytes
-        return kept
+        kept = COUNTER + self._logged
+        kept += sum(self.chunks[i].leftover_bytes for i in self._finished)
+        if self.shape.vpp > 1:
+            return kept + self._of_interleaved(forward)
+        return kept + self._of_1f1b(forward)
 
     def _begin(self, chunk: int, microbatch: int) -> None:
         self.after_another = chunk in self._finished
@@ -78,22 +87,39 @@ class Retained:
         if chunk == 0 and microbatch == repeats_from(self.shape):
             self._logged += self.skipped * sum(memory.logged_bytes for memory in self.chunks)
 
+    def _of_1f1b(self, forward: bool) -> int:
+        if self._last_backward is None:
+            return 0
+        gradient = received = self._input(0)
+        if not forward:
+            return gradient
+        return gradient + received + self._output(0) + self.chunks[0].counted_bytes
+
+    def _of_interleaved(self, forward: bool) -> int:
+        """Each tensor once, whoever keeps it."""
+        inputs = {(chunk, self._latest[chunk]) for chunk in self._finished}
+        inputs |= {self._warm} if self._warm else set()
+        gradients = inputs | ({self._last_backward} if self._last_backward else set())
+        kept = sum(self._input(chunk) for chunk, _ in (*inputs, *gradients))
+        if self._newest is None or not self._output(chunk := self._newest[0]):
+            return kept
+        stub = self.chunks[chunk].stub_bytes
+        if not forward and self._after_forward:
+            return kept + self._output(chunk) - stub
+        return kept + (stub if chunk in self._finished else 0)  # its backward has passed
+
     def after(self, forward: bool, chunk: int, microbatch: int) -> None:
         """The work is done."""
-        self._output_kept = self._output(chunk) if forward else 0
+        self._after_forward = forward
         if forward:
+            self._newest = (chunk, microbatch)
             self._logged += self.chunks[chunk].logged_bytes
             return
-        self._last_backward = chunk
+        self._last_backward = (chunk, microbatch)
         if self._latest[chunk] == microbatch:
             self._finished.add(chunk)
-
-    def _leftovers(self) -> int:
-        return sum(self.chunks[chunk].leftover_bytes for chunk in self._finished)
-
-    def _kept_by_chunks(self) -> int:
-        """Inputs, and their gradients, that chunks keep after their backward."""
-        return sum(2 * self._input(chunk) for chunk in self._finished)
+        if (chunk, microbatch) == last_of_warm_up(self.shape, self.rank):
+            self._warm = (chunk, microbatch)
 
     def at_the_end(self) -> int:
         """Bytes kept when the optimizer steps: losses, every chunk's last input, its gradient."""
@@ -107,3 +133,13 @@ class Retained:
 def repeats_from(shape: Shape) -> int:
     """Microbatch from which on the schedule is in its steady part for certain."""
     return 2 * shape.group_size if shape.vpp > 1 else shape.pp
+
+
+def last_of_warm_up(shape: Shape, rank: int) -> Work | None:
+    """Whose input the last exchange of the warm-up receives and a local variable keeps."""
+    if shape.vpp == 1 or not shape.overlap_p2p:
+        return None
+    warm = interleaved.warmup_forwards(shape, rank)
+    if not 0 < warm < shape.microbatches * shape.vpp:
+        return None
+    return interleaved.received_after(shape, rank, warm - 1)

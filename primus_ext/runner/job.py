@@ -162,10 +162,11 @@ def _question(request: Request, mode: str, cluster: Cluster) -> dict[str, Any]:
 
 
 def _write(projection: Projection, directory: Path) -> Path:
-    from primus_ext.report import files
+    from primus_ext.report import files, memory_page
 
     try:
         files.write(projection, directory)
+        memory_page.write(projection, directory)
     except OSError as error:
         raise UsageError(
             f"+projection.out={directory} could not be written: {error.strerror or error}; name a "

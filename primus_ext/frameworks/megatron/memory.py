@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.utils._pytree import tree_iter
 
 from primus_ext.observe.recorder import Recorder
-from primus_ext.trace import StaticMemory
+from primus_ext.trace import StaticEvents, StaticMemory
 
 # Getter in megatron.core.parallel_state, arguments, short name.  The first name of a group wins.
 _GETTERS = (
@@ -67,6 +67,8 @@ class StaticSizes:
     gradients: int
     optimizer: int
     live: int
+    numbers: dict[str, frozenset[int]]
+    """Numbers of the allocations in the log of the setup, by part."""
 
     def with_step(self, step_peak: int, recorder: Recorder, leftovers: int) -> StaticMemory:
         """Add what the microbatches and the step left behind, and the step's peak.
@@ -83,6 +85,40 @@ class StaticSizes:
             optimizer=self.optimizer,
             workspaces=recorder.memory.live - static - leftovers,
             step_peak_bytes=step_peak,
+        )
+
+    def events(
+        self, recorder: Recorder, built: int, stepped: int, step: tuple[int, ...]
+    ) -> StaticEvents:
+        """Allocations around the microbatches, those that stay named by their part.
+
+        Args:
+            recorder: After everything was recorded.
+            built: Events of the setup before the first optimizer step.
+            stepped: Events of the setup up to its end.
+            step: Events of a later step.
+        """
+        kinds, logs = recorder.kinds, recorder.memory.logs
+        parts = {n: part for part, numbers in self.numbers.items() for n in numbers}
+        live = logs.setup.live()
+        found, number = [], 0
+        for event in logs.setup.events[:stepped]:
+            if event < 0:
+                found.append(event)
+                continue
+            part = parts.get(number, "workspaces") if number in live else "setup"
+            found.append(kinds.in_phase(event, part))
+            number += 1
+        left: dict[bool, list[int]] = {False: [], True: []}
+        for kind in [kind for n, kind in live.items() if n >= number] + logs.live():
+            late = kinds.table[kind].phase != "forward"
+            left[late].append(kinds.in_phase(kind, "workspaces"))
+        return StaticEvents(
+            setup=tuple(found[:built]),
+            workspaces=tuple(left[False]),
+            late_workspaces=tuple(left[True]),
+            first_step=tuple(found[built:]),
+            step=step,
         )
 
 
@@ -111,14 +147,17 @@ def static(recorder: Recorder, bare: list[Any], model: list[Any], optimizer: Any
     weights = [p.data for chunk in bare for p in chunk.parameters()]
     weights += [b.param_data for b in buffers if b.param_data is not None]
     weights += [b for chunk in bare for b in chunk.buffers()]
-    parameters = _bytes(weights, seen)
-    gradients = _bytes([b.grad_data for b in buffers], seen)
-    return StaticSizes(
-        parameters=parameters,
-        gradients=gradients,
-        optimizer=_bytes(_optimizer_tensors(optimizer), seen),
-        live=recorder.memory.live,
-    )
+    tensors = {
+        "parameters": weights,
+        "gradients": [b.grad_data for b in buffers],
+        "optimizer": _optimizer_tensors(optimizer),
+    }
+    sizes, numbers, log = {}, {}, recorder.memory.logs.setup
+    for part, members in tensors.items():
+        known = set(seen)
+        sizes[part] = _bytes(members, seen)
+        numbers[part] = frozenset(log.number(key) for key in seen - known)
+    return StaticSizes(**sizes, live=recorder.memory.live, numbers=numbers)
 
 
 def _optimizer_tensors(optimizer: Any) -> list[torch.Tensor]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import gc
 import inspect
@@ -12,9 +13,10 @@ import torch
 from torch.utils._pytree import tree_iter
 
 from primus_ext.frameworks.megatron import plans
+from primus_ext.observe.allocations import Log
 from primus_ext.observe.recorder import LiveBytes, Recorder
 from primus_ext.observe.scopes import OUTPUT, Scopes, segments
-from primus_ext.trace import Call, ChunkMemory, ChunkTrace, ScopeKind
+from primus_ext.trace import Call, ChunkEvents, ChunkMemory, ChunkTrace, ScopeKind
 
 Recorded = list[tuple[ScopeKind, str, Call]]
 
@@ -52,6 +54,9 @@ class Microbatch:
         self._recorder, self._step = recorder, forward_step_func
         self._chunk, self._index, self._interleaved = model[index], index, len(model) > 1
         self._scopes, self._config, self._losses = scopes, config, losses
+        # Only the schedule without interleaving hands lists of tensors around.
+        pipeline = config.pipeline_model_parallel_size > 1
+        self._hand = _in_list if pipeline and not self._interleaved else _bare
         self.has_embedding, self.has_output = _position(self._chunk)
         self._received: Any = None
         self._gradient: Any = None
@@ -59,6 +64,10 @@ class Microbatch:
         self._tokens: Any = None
         self.boundary = 0
         """Bytes of the activation sent to the next stage (0 on the last)."""
+        self.stub = 0
+        """Bytes of what takes the place of that activation when it is sent."""
+        self.crossing: dict[str, int] = {}
+        """Numbers in the innermost log of what crosses the boundaries: see ``ChunkEvents``."""
 
     def forward(self, first: bool = False) -> Recorded:
         """Run the forward; its output is handed on and freed.
@@ -76,19 +85,26 @@ class Microbatch:
         with self._chunk.no_sync(), self._recorder.collect("forward") as calls:
             self._received = None if self.has_embedding else _boundary(config, requires_grad=True)
             self._output, self._tokens = schedules.forward_step(
-                self._step, batches(plans.arguments()), self._chunk, 1, [self._received],
+                self._step, batches(plans.arguments()), self._chunk, 1, self._hand(self._received),
                 self._losses, config, config.context_parallel_size, is_first_microbatch=first,
                 current_microbatch=0, vp_stage=self._index if self._interleaved else None,
                 is_last_stage=self.has_output,
             )  # fmt: skip
         self.forward_peaks = peak.fresh_peak, peak.peak
         if not self.has_output:
-            output = self._output[0]
+            output = _tensors(self._output)[0]
+            self._note("output", output)
             self.boundary = output.numel() * output.element_size()
             schedules.deallocate_output_tensor(output, config.deallocate_pipeline_outputs)
+            if config.deallocate_pipeline_outputs:
+                self.stub = output.element_size()
         if self._interleaved:  # this schedule forgets the number of tokens at once
             self._tokens = None
         return calls
+
+    def _note(self, name: str, tensor: torch.Tensor | None) -> None:
+        memory = self._recorder.memory
+        self.crossing[name] = memory.number(tensor, memory.logs.innermost)
 
     def counted(self) -> int:
         """Bytes that the schedule's loop holds until its next forward: see ``ChunkMemory``."""
@@ -109,12 +125,17 @@ class Microbatch:
             recorder.scope = (ScopeKind.OUTPUT, OUTPUT)
             if not self.has_output:
                 self._gradient = _boundary(config, requires_grad=False)
-            schedules.backward_step([self._received], self._output, [self._gradient], config)
+            received, gradient = self._hand(self._received), self._hand(self._gradient)
+            schedules.backward_step(received, self._output, gradient, config)
+            del received, gradient
             scopes.in_backward = False
         self.backward_peak = recorder.memory.peak
+        self._note("gradient", self._gradient)
         if self._received is not None:  # what a pipeline keeps of a transfer is the schedule's
             get_attr_wrapped_model(self._chunk, "set_input_tensor")([None])
             transfers = (self._received, self._received.grad, self._gradient)
+            self._note("received", self._received)
+            self._note("input_gradient", self._received.grad)
             recorder.memory.untrack(_tensors(transfers))
         self._received = self._gradient = self._output = self._tokens = None
         gc.collect()
@@ -135,17 +156,22 @@ def record(make: Callable[[list[Any]], Microbatch], memory: LiveBytes, index: in
     gc.collect()
     memory.mark()
     one = make(losses)
-    forward = one.forward(first)
-    logged, counted = memory.size_of(_tensors(losses)), one.counted()
-    saved = memory.fresh - logged
-    base = memory.live - memory.fresh  # leftovers of the microbatch before are gone
-    backward = one.backward()
+    # What the first one makes is part of the setup.
+    inner = contextlib.nullcontext(memory.logs.setup) if first else memory.logs.inner(passing=True)
+    with inner as log:
+        forward = one.forward(first)
+        ahead = len(log.events)
+        logged, counted = memory.size_of(_tensors(losses)), one.counted()
+        saved = memory.fresh - logged
+        base = memory.live - memory.fresh  # leftovers of the microbatch before are gone
+        backward = one.backward()
     sizes = ChunkMemory(
         saved_bytes=saved,
         forward_peak_bytes=one.forward_peaks[0],
         backward_peak_bytes=one.backward_peak - base - logged,
         logged_bytes=logged,
         counted_bytes=counted,
+        stub_bytes=one.stub,
         leftover_bytes=memory.live - base - logged,
         forward_peak_after_bytes=one.forward_peaks[1] - base,
     )
@@ -154,6 +180,21 @@ def record(make: Callable[[list[Any]], Microbatch], memory: LiveBytes, index: in
         segments=segments(forward, backward),
         memory=sizes,
         boundary_bytes=one.boundary,
+        events=None if first else _events(log, ahead, one.crossing, memory, losses),
+    )
+
+
+def _events(
+    log: Log, ahead: int, crossing: dict[str, int], memory: LiveBytes, losses: list[Any]
+) -> ChunkEvents:
+    """What a log holds after a microbatch; ``ahead`` events are the forward's."""
+    numbers = {memory.number(tensor, log) for tensor in _tensors(losses)} - {-1}
+    return ChunkEvents(
+        forward=tuple(log.events[:ahead]),
+        backward=tuple(log.events[ahead:]),
+        **crossing,
+        kept=tuple(n for n in log.live() if n not in numbers),
+        logged=tuple(sorted(numbers)),
     )
 
 
@@ -211,7 +252,7 @@ def _boundary(config: Any, requires_grad: bool) -> torch.Tensor:
 
 def record_step(
     recorder: Recorder, training: inspect.BoundArguments, losses: list[Any]
-) -> tuple[tuple[Call, ...], int, Any]:
+) -> tuple[tuple[Call, ...], int, tuple[int, ...], Any]:
     """Megatron's own ``train_step`` with the microbatches left out.
 
     Zeroing of the gradients, their finalisation, the optimizer step and the reduction of the
@@ -224,8 +265,8 @@ def record_step(
         losses: What one microbatch's forward step reported.
 
     Returns:
-        The calls, the highest live bytes above the state before, and what the training loop
-        keeps until its next step is through.
+        The calls, the highest live bytes above the state before, allocations and frees, and what
+        the training loop keeps until its next step is through.
     """
     import megatron.training.training as module
     from megatron.core.distributed import finalize_model_grads
@@ -245,14 +286,22 @@ def record_step(
     gc.collect()
     before = memory.live
     memory.reset_peak()
-    with recorder.collect("step") as calls:
+    with memory.logs.inner() as log, recorder.collect("step") as calls:
         kept = module.train_step(
             given["forward_step_func"], None, model, given["optimizer"],
             given["opt_param_scheduler"], config, finalize, iteration=0,
         )  # fmt: skip
     peak = memory.peak - before
     gc.collect()
-    return tuple(call for _, _, call in calls), peak, kept
+    return tuple(call for _, _, call in calls), peak, tuple(log.events), kept
+
+
+def _in_list(value: Any) -> list[Any]:
+    return [value]
+
+
+def _bare(value: Any) -> Any:
+    return value
 
 
 def _tensors(values: Any) -> list[torch.Tensor]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import importlib.metadata
+import os
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,11 @@ _FLAGS = (
     "use_precision_aware_optimizer", "data_parallel_sharding_strategy",
     "align_grad_reduce", "microbatch_group_size_per_vp_stage",
     "num_distributed_optimizer_instances", "delay_wgrad_compute", "cuda_graph_impl",
+)  # fmt: skip
+# Variables of the user's command by which torch decides where tensors go.
+_ENVIRONMENT = (
+    "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF", "PYTORCH_ALLOC_CONF",
+    "CUBLAS_WORKSPACE_CONFIG", "HIPBLAS_WORKSPACE_CONFIG", "ROCBLAS_WORKSPACE_CONFIG",
 )  # fmt: skip
 
 
@@ -78,7 +84,8 @@ def read(args: Any, config: Any) -> Plan:
             name: getattr(args, name)
             for name in _FLAGS
             if isinstance(getattr(args, name, None), (bool, int, float, str))
-        },
+        }
+        | {name: os.environ[name] for name in _ENVIRONMENT if name in os.environ},
     )
 
 

@@ -147,7 +147,10 @@ def _record(
     get_rerun_state_machine().mode = RerunMode.DISABLED
     for chunk in model:
         _leave_parameters_alone(chunk)
+    logs = recorder.memory.logs
+    built = len(logs.setup.events)
     optimizer.step()  # the first step makes the optimizer's state
+    stepped = len(logs.setup.events)
     static = memory.static(recorder, bare, model, optimizer)
     scopes = [Scopes(recorder, parts.parts(chunk)) for chunk in bare]
     makers = [
@@ -170,10 +173,12 @@ def _record(
         microbatch.record(make, recorder.memory, index, losses)
         for index, make in enumerate(makers)
     )
-    step, step_peak, kept = microbatch.record_step(recorder, training, losses)
+    step, step_peak, step_events, kept = microbatch.record_step(recorder, training, losses)
     losses.clear()
     leftovers = sum(chunk.memory.leftover_bytes for chunk in chunks)
     sizes = static.with_step(step_peak, recorder, leftovers)
+    events = static.events(recorder, built, stepped, step_events)
+    kinds = tuple(recorder.kinds.table)
     del kept
     if config.pipeline_model_parallel_size > 1:
         sizes_in_flight = [
@@ -200,6 +205,8 @@ def _record(
         global_parameters=total,
         active_parameters=active,
         static=sizes,
+        allocations=kinds,
+        static_events=events,
     )
 
 

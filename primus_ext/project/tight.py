@@ -1,0 +1,93 @@
+"""A rank whose allocator would like more than the device has: does it run all the same?"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+from primus_ext.project.allocator import OutOfMemoryError
+from primus_ext.project.allocator_config import AllocatorConfig
+from primus_ext.project.footprint import Device, enough
+from primus_ext.project.programs import Shape
+from primus_ext.project.replay import Replay
+from primus_ext.project.schedule import programs
+from primus_ext.trace import RankTrace
+
+STEPS = 4
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Squeezed:
+    """What happens within a capacity."""
+
+    retries: int
+    """How often unused segments are given back to the device in a later step; each time the
+    device is waited for."""
+    refused: int
+    """Bytes of the request for which there is no room; 0 where all are served."""
+    reserved_bytes: int
+
+
+def squeeze(
+    trace: RankTrace,
+    rank: int,
+    shape: Shape,
+    sizes: Sequence[int],
+    config: AllocatorConfig,
+    workspaces: tuple[int, int],
+    room: int,
+) -> Squeezed:
+    """Replay a rank on a device that leaves ``room`` bytes to the allocator.
+
+    The other arguments are those of :func:`primus_ext.project.footprint.footprint`.
+    """
+    short = enough(shape, rank)
+    replay = Replay(trace, rank, short, programs(short)[rank], sizes, workspaces)
+    device = Device(replay, config, room)
+    before = 0
+    try:
+        device.run([replay.setup()])
+        for number in range(STEPS):
+            before = device.allocator.retries
+            device.run(list(replay.step(first=number == 0)))
+    except OutOfMemoryError as error:
+        return Squeezed(
+            retries=device.allocator.retries, refused=error.requested,
+            reserved_bytes=device.allocator.peak_reserved,
+        )  # fmt: skip
+    return Squeezed(
+        retries=device.allocator.retries - before, refused=0,
+        reserved_bytes=device.allocator.peak_reserved,
+    )  # fmt: skip
+
+
+def sentence(
+    trace: RankTrace,
+    rank: int,
+    shape: Shape,
+    sizes: Sequence[int],
+    config: AllocatorConfig,
+    workspaces: tuple[int, int],
+    room: int,
+) -> str:
+    """What a person should know of it; arguments as :func:`squeeze`."""
+    asked = (trace, rank, shape, sizes)
+    found = squeeze(*asked, config, workspaces, room)
+    mib = 2**20
+    if found.refused:
+        text = (
+            f"fragments of segments leave no room for a request of {found.refused / mib:,.0f} MiB"
+        )
+    elif found.retries:
+        text = (
+            "it runs if the allocator gives unused segments back, "
+            f"{found.retries} time{'s' if found.retries > 1 else ''} a step"
+        )
+    else:
+        text = "it runs once the allocator has given unused segments back"
+    if config.expandable_segments:
+        return text
+    other = dataclasses.replace(config, expandable_segments=True)
+    if squeeze(*asked, other, workspaces, room).refused:
+        return f"{text}; expandable_segments:True does not help"
+    return f"{text}; with PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True it fits"
