@@ -44,6 +44,8 @@ class Accelerator:
     """switch, or mesh: every pair has a link of its own, 1/(scale_up_gpus - 1) of the bandwidth."""
     scale_up_gpus: int
     """Most GPUs that one scale-up domain joins."""
+    host_gpus: int
+    """GPUs of a full host; fewer than ``scale_up_gpus`` where a domain is a rack."""
     scale_up_efficiency: dict[str, Figure]
     """Share of it reached by large collectives, by kind (default key ``all``); ``kind/n`` is for
     groups of n GPUs and fewer than the next n that is listed."""

@@ -44,7 +44,8 @@ def load_cluster(name: str, nodes: int, gpus_per_node: int) -> Cluster:
     Args:
         name: Accelerator, e.g. ``h100``.
         nodes: Hosts.
-        gpus_per_node: GPUs of a host; they form one scale-up domain.
+        gpus_per_node: GPUs of a host; they form one scale-up domain, or are part of a rack that
+            does.
 
     Raises:
         ClusterError: Unknown accelerator, or a size that does not exist.
@@ -52,17 +53,18 @@ def load_cluster(name: str, nodes: int, gpus_per_node: int) -> Cluster:
     accelerator, network = _load(_checked(name))
     _positive("nodes", nodes)
     _positive("gpus_per_node", gpus_per_node)
-    if gpus_per_node > accelerator.scale_up_gpus:
+    if gpus_per_node > accelerator.host_gpus:
         raise ClusterError(
             f"gpus_per_node={gpus_per_node} is not legal for {accelerator.name}: a host joins at "
-            f"most {accelerator.scale_up_gpus} GPUs"
+            f"most {accelerator.host_gpus} GPUs"
         )
+    rack = accelerator.host_gpus < accelerator.scale_up_gpus and nodes > 1
     return Cluster(
         name=f"{name}_{nodes}x{gpus_per_node}",
         accelerator=accelerator,
         nodes=nodes,
         gpus_per_node=gpus_per_node,
-        scale_up_domain=gpus_per_node,
+        scale_up_domain=accelerator.scale_up_gpus if rack else gpus_per_node,
         **network,
     )
 
@@ -87,9 +89,10 @@ def _folder() -> Path:
 @functools.lru_cache(maxsize=32)
 def _load(name: str) -> tuple[Accelerator, dict[str, Figure]]:
     path = _folder() / f"{name}.yaml"
-    raw = yaml.safe_load(path.read_text(encoding="utf-8"))
+    raw = _raw(path)
     try:
         fields: dict[str, Any] = {key: raw[key] for key in _PLAIN}
+        fields["host_gpus"] = raw.get("host_gpus", raw["scale_up_gpus"])
         fields |= {key: _figure(raw[key]) for key in _FIGURES}
         fields |= {key: {k: _figure(v) for k, v in raw[key].items()} for key in _TABLES}
         major, minor = raw["compute_capability"]
@@ -99,6 +102,22 @@ def _load(name: str) -> tuple[Accelerator, dict[str, Figure]]:
         raise ClusterError(f"{path.name} is not a description of an accelerator: {error!r}") \
             from error
     return accelerator, network
+
+
+def _raw(path: Path) -> dict[str, Any]:
+    """A file, laid over the one that it says it is ``like``."""
+    own = yaml.safe_load(path.read_text(encoding="utf-8"))
+    base = own.pop("like", None)
+    if base is None:
+        return own
+    merged = _raw(path.with_name(f"{base}.yaml"))
+    for key, value in own.items():
+        inherited = merged.get(key)
+        # A figure (value and source) and a table of a variant's own links are taken as a whole.
+        merged[key] = value
+        if isinstance(inherited, dict) and "value" not in value and key != "scale_up_efficiency":
+            merged[key] = {**inherited, **value}
+    return merged
 
 
 def _figure(entry: dict[str, Any]) -> Figure:

@@ -11,12 +11,15 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-ACCELERATORS = ("a100", "h100", "h200", "b200", "mi300x", "mi325x", "mi355x")
+ACCELERATORS = {
+    "a100": 8, "a100_40gb": 8, "a100_pcie": 8, "h100": 8, "h100_hbm2e": 8, "h200": 8, "b200": 8,
+    "b300": 8, "gb200": 4, "gb300": 4, "mi300x": 8, "mi325x": 8, "mi350x": 8, "mi355x": 8,
+}  # fmt: skip
+"""GPUs of a host, by accelerator."""
 GPUS_PER_NODE = (1, 2, 4)
 """Parts of one node."""
 NODES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
-"""Whole nodes of 8."""
-SHAPES = (*((1, gpus) for gpus in GPUS_PER_NODE), *((nodes, 8) for nodes in NODES))
+"""Whole hosts."""
 FOLDER = Path(__file__).resolve().parent.parent / "hydra_conf" / "target_cluster" / "target_cluster"
 _TEXT = """\
 # @package hydra.callbacks.primus_projection.target_cluster
@@ -27,14 +30,24 @@ gpus_per_node: {gpus}
 """
 
 
+def shapes(host: int) -> list[tuple[int, int]]:
+    """Nodes and GPUs per node of the usual sizes.
+
+    Args:
+        host: GPUs of a whole host.
+    """
+    parts = [(1, gpus) for gpus in GPUS_PER_NODE if gpus < host]
+    return parts + [(nodes, host) for nodes in NODES]
+
+
 def files() -> dict[str, str]:
     """File name to content, for every target."""
     return {
         f"{accelerator}_{nodes}x{gpus}.yaml": _TEXT.format(
             accelerator=accelerator, nodes=nodes, gpus=gpus
         )
-        for accelerator in ACCELERATORS
-        for nodes, gpus in SHAPES
+        for accelerator, host in ACCELERATORS.items()
+        for nodes, gpus in shapes(host)
     }
 
 

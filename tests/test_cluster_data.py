@@ -16,7 +16,8 @@ from primus_ext.cluster_data import (
 from primus_ext.cost.formats import require_precision
 from primus_ext.plan import Precision
 
-NAMES = ["a100", "b200", "h100", "h200", "mi300x", "mi325x", "mi355x"]
+NAMES = ["a100", "a100_40gb", "a100_pcie", "b200", "b300", "gb200", "gb300", "h100", "h100_hbm2e",
+         "h200", "mi300x", "mi325x", "mi350x", "mi355x"]  # fmt: skip
 
 
 def figures(accelerator: Accelerator) -> list[tuple[str, Figure]]:
@@ -30,7 +31,7 @@ def figures(accelerator: Accelerator) -> list[tuple[str, Figure]]:
     return found
 
 
-def test_all_seven_are_there() -> None:
+def test_all_are_there() -> None:
     assert accelerator_names() == NAMES
 
 
@@ -66,6 +67,26 @@ def test_shares_are_shares_and_every_format_has_one(name: str) -> None:
 )
 def test_data_sheet_figures(name: str, key: str, value: float) -> None:
     assert getattr(load_accelerator(name), key).value == value
+
+
+def test_a_variant_differs_in_what_its_file_says_and_in_nothing_else() -> None:
+    base, variant = load_accelerator("a100"), load_accelerator("a100_40gb")
+    differing = {
+        field.name
+        for field in dataclasses.fields(base)
+        if getattr(base, field.name) != getattr(variant, field.name)
+    }
+    assert differing == {"name", "hbm_bytes", "hbm_bandwidth"}
+    rack = load_accelerator("gb300")  # like gb200, which is like b200
+    assert rack.peak_flops["bf16"].value == 2.5e15 and rack.peak_flops["nvfp4"].value == 1.5e16
+    assert rack.gemm_efficiency == load_accelerator("b200").gemm_efficiency
+
+
+@pytest.mark.parametrize(("nodes", "domain"), [(1, 4), (2, 72), (64, 72)])
+def test_a_rack_is_one_scale_up_domain(nodes: int, domain: int) -> None:
+    assert load_cluster("gb200", nodes, 4).scale_up_domain == domain
+    with pytest.raises(ClusterError, match="at most 4 GPUs"):
+        load_cluster("gb200", nodes, 8)
 
 
 def test_capacity_is_what_a_process_sees_not_what_is_printed_on_the_box() -> None:

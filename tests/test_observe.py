@@ -97,6 +97,24 @@ def test_live_bytes_are_exact_and_peak_is_remembered() -> None:
         assert recorder.memory.live == 0
 
 
+def test_what_no_operator_tells_of_counts() -> None:
+    recorder = Recorder({})
+    with recorder:
+        made = torch.tensor([1.0, 2.0])  # a mode sees a view of it
+        assert recorder.memory.live == 8
+        a = torch.ones(256)
+        a.untyped_storage().resize_(0)
+        recorder.memory.resized(a.untyped_storage())
+        assert (recorder.memory.live, recorder.memory.peak) == (8, 8 + 1024)
+        a.untyped_storage().resize_(2048)
+        recorder.memory.resized(a.untyped_storage())
+        assert (recorder.memory.live, recorder.memory.peak) == (8 + 2048, 8 + 2048)
+        del a
+        assert recorder.memory.live == 8
+        recorder.memory.resized(made.untyped_storage())
+        assert recorder.memory.live == 8
+
+
 def test_fused_function_is_one_kernel_and_its_temporaries_take_no_memory() -> None:
     recorder = Recorder({})
     x = torch.ones(100)

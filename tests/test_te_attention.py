@@ -279,10 +279,17 @@ def params(**changes: Any) -> SimpleNamespace:
         ((9, 0), {"head_dim_qk": 100}, False),
         ((8, 0), {"qkv_layout": enums.NVTE_QKV_Layout["NVTE_THD_THD_THD"],
                   "attn_mask_type": enums.NVTE_Mask_Type["NVTE_PADDING_CAUSAL_MASK"]}, False),
+        ((9, 5), {"head_dim_qk": 192, "head_dim_v": 128}, True),
+        ((9, 4), {"head_dim_qk": 256, "head_dim_v": 256, "window_size_left": 127}, True),
+        ((9, 5), {"head_dim_qk": 512, "head_dim_v": 512}, False),
+        ((9, 5), {"window_size_right": 5}, False),
+        ((9, 4), {"qkv_layout": enums.NVTE_QKV_Layout["NVTE_SB3HD"]}, False),
+        ((9, 4), {"qkv_dtype": enums.DType.kFloat32}, False),
     ],
 )  # fmt: skip
 def test_backend(capability: tuple[int, int], changes: dict, fused: bool) -> None:
-    """Support of cuDNN as the comments of nvte_get_fused_attn_backend state it."""
+    """Support as the comments of nvte_get_fused_attn_backend (cuDNN) and of Composable Kernel's
+    filter (9.4 and 9.5 are AMD's) state it."""
     target.set_target(capability)
     backend, reason = get_fused_attn_backend(params(**changes))
     assert backend.name == ("NVTE_F16_arbitrary_seqlen" if fused else "NVTE_No_Backend")

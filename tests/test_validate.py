@@ -50,8 +50,13 @@ def test_what_is_assumed_is_said() -> None:
     [
         (("hardware", "gpu"), "V100-32GB-SXM", "V100-32GB-SXM has no data"),
         (("hardware", "num_gpus"), 12, "12 GPUs don't fill nodes of 8"),
-        (("model", "num_experts"), 8, "mixture-of-experts"),
-        (("precision", "compute"), "fp4", "precision fp4"),
+        (("model", "num_experts"), 8, "topk is not stated"),
+        (("model", "activation"), "swish_of_old", "activation swish_of_old"),
+        (("parallelism", "pp_schedule"), "zbv", "schedule zbv is none"),
+        (("parallelism", "pp"), None, "pp is not stated"),
+        (("batch", "mbs"), None, "mbs is not stated"),
+        (("recompute", "granularity"), "some", "recompute some"),
+        (("precision", "compute"), "int8", "precision int8"),
         (("model", "vocab_size"), None, "architecture is not stated"),
     ],
 )

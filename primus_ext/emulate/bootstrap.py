@@ -13,7 +13,7 @@ import runpy
 import sys
 import traceback
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from primus_ext.emulate import session as sessions
 
@@ -28,13 +28,28 @@ def main(request_path: str) -> None:
             ``frameworks``: modules that hook entry points.  ``result``: where the answer goes.
             Optional: ``name`` of the model; ``ranks``, global ranks to run instead of one of each
             kind; ``whole``, run Megatron's own loop for them and report its peak; ``storage``,
-            ``real`` for tensors with data (small jobs).
+            ``real`` for tensors with data (small jobs); ``rendezvous``, the file over which real
+            processes meet that are the ranks (gloo; with ``whole`` and ``storage=real``);
+            ``origins``, False to leave out where dimensions come from, half of the time;
+            ``every_chunk``, record also those model chunks that equal another one; ``shapes``,
+            record these parallel shapes at several points instead
+            (:mod:`primus_ext.frameworks.megatron.layer_space`).
     """
-    request = json.loads(Path(request_path).read_text())
+    answer(json.loads(Path(request_path).read_text()))
+
+
+def answer(request: dict[str, Any], installed: bool = False) -> NoReturn:
+    """Answer one request and leave the process.
+
+    Args:
+        request: See :func:`main`.
+        installed: The virtual world stands already (:mod:`primus_ext.emulate.batch`).
+    """
     session = sessions.Session(request)
     try:
-        _install(request)
-        _run_program(request)
+        if not installed:
+            install(request)
+        run_program(request)
     except sessions.ProgramError as error:
         session.fail(sessions.EXIT_CONFIG, str(error))
     except SystemExit as leaving:
@@ -73,7 +88,8 @@ def _left(session: sessions.Session, leaving: SystemExit) -> None:
     )
 
 
-def _install(request: dict[str, Any]) -> None:
+def install(request: dict[str, Any]) -> None:
+    """Put the virtual world in place; before anything of the frameworks is imported."""
     from primus_ext.emulate import apex_wgrad, registry, te, tripwire, triton_kernels, virtual_cuda
 
     world, local = int(request["world_size"]), int(request["gpus_per_node"])
@@ -93,7 +109,8 @@ def _install(request: dict[str, Any]) -> None:
         importlib.import_module(framework).install()
 
 
-def _run_program(request: dict[str, Any]) -> None:
+def run_program(request: dict[str, Any]) -> None:
+    """Run the program of the request as ``__main__``."""
     os.chdir(request["cwd"])
     if request.get("module"):
         sys.argv = [request["module"], *request["args"]]

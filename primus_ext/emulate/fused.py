@@ -14,6 +14,7 @@ import torch
 from torch.utils._pytree import tree_iter
 
 from primus_ext.observe import recorder
+from primus_ext.observe.allocator_meter import FUSED, region
 
 
 def as_one_kernel(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -23,7 +24,8 @@ def as_one_kernel(function: Callable[..., Any]) -> Callable[..., Any]:
     def run(*args: Any, **kwargs: Any) -> Any:
         active = recorder.current()
         if active is None:
-            return function(*args, **kwargs)
+            with region(FUSED):
+                return function(*args, **kwargs)
         inputs = [t for t in tree_iter((args, kwargs)) if isinstance(t, torch.Tensor)]
         with active.fused(function.__name__, inputs) as outputs:
             result = function(*args, **kwargs)

@@ -15,13 +15,14 @@ from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.utils._pytree import tree_iter, tree_map_only
 
 from primus_ext.observe import recorder
+from primus_ext.observe.allocator_meter import HOST, region
 
 
 @contextlib.contextmanager
 def host_values() -> Iterator[None]:
     """Real tensors inside; nothing of it is device work, so nothing is recorded."""
     active = recorder.current()
-    with active.silent() if active else contextlib.nullcontext(), unset_fake_temporarily():
+    with active.silent() if active else region(HOST), unset_fake_temporarily():
         yield
 
 
@@ -32,12 +33,20 @@ class HostTensor(torch.Tensor):
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
     ) -> Any:
-        """Compute on the host, unless a tensor without storage takes part."""
-        if any(isinstance(t, FakeTensor) for t in tree_iter((args, kwargs))):
+        """Compute on the host, unless a tensor of the device takes part."""
+        if any(_on_device(t) for t in tree_iter((args, kwargs))):
             args, named = tree_map_only(HostTensor, _plain, (args, dict(kwargs or {})))
             return func(*args, **named)
         with host_values():
             return super().__torch_function__(func, types, args, kwargs or {})
+
+
+def _on_device(value: Any) -> bool:
+    """Without storage or, where all tensors are real, not marked as the host's."""
+    if isinstance(value, FakeTensor):
+        return True
+    fake = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)
+    return fake is None and isinstance(value, torch.Tensor) and not isinstance(value, HostTensor)
 
 
 def _plain(value: torch.Tensor) -> torch.Tensor:

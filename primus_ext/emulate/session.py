@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import pickle
@@ -10,7 +11,9 @@ import tempfile
 import traceback
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
+
+from primus_ext.emulate.inputs import Inputs
 
 T = TypeVar("T")
 PROGRESS = "PRIMUS_EXT_PROGRESS"
@@ -43,6 +46,7 @@ class Session:
         global _current
         self.request = request
         self.warnings: list[str] = []
+        self.inputs = Inputs(Path(request["result"]).parent, request.get("cwd", ""))
         _current = self
 
     def progress(self, done: int, total: int, text: str) -> None:
@@ -65,6 +69,7 @@ class Session:
         path = Path(name)
         sys.stdout.flush()
         sys.stderr.flush()
+        gc.freeze()  # what was imported stays; every collection in the copy would look through it
         pid = os.fork()
         if pid == 0:
             _run_and_leave(work, path)
@@ -80,7 +85,7 @@ class Session:
             raise ProgramError(value)
         raise RuntimeError(value)
 
-    def finish(self, plan: Any, program: Any, traces: list[Any]) -> None:
+    def finish(self, plan: Any, program: Any, traces: list[Any]) -> NoReturn:
         """Write the answer and leave the process; nothing of the user's program runs after."""
         self._write(
             {
@@ -89,11 +94,12 @@ class Session:
                 "program": program,
                 "traces": traces,
                 "warnings": self.warnings,
+                "inputs": self.inputs.manifest(),
             }
         )
         self._leave(0)
 
-    def fail(self, exit_code: int, message: str) -> None:
+    def fail(self, exit_code: int, message: str) -> NoReturn:
         """Write why there is no answer and leave the process."""
         self._write({"status": "error", "exit_code": exit_code, "message": message})
         self._leave(exit_code)
@@ -105,7 +111,7 @@ class Session:
         partial.replace(path)
 
     @staticmethod
-    def _leave(code: int) -> None:
+    def _leave(code: int) -> NoReturn:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)

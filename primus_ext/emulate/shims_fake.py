@@ -7,6 +7,7 @@ from types import ModuleType
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_iter
 
 from primus_ext.emulate.registry import patch
 
@@ -32,3 +33,23 @@ def _convert_in_place(module: ModuleType) -> None:
         return self
 
     module.Module._apply = apply
+
+
+@patch("torch._subclasses.fake_tensor", "FakeTensor.__torch_dispatch__", group="no_storage",
+       versions=_TORCH,
+       reason="Transformer Engine's tensors hand an op on their data over with their own types, "
+              "which plain tensors ignore and fake ones refuse")
+def _foreign_types_are_ignored(module: ModuleType) -> None:
+    fake = module.FakeTensor
+    original = fake.__torch_dispatch__.__func__
+
+    def dispatch(
+        cls: Any, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        out = original(cls, func, types, args, kwargs)
+        tensors = [t for t in tree_iter((args, kwargs)) if isinstance(t, torch.Tensor)]
+        if out is NotImplemented and all(type(t) in (torch.Tensor, fake) for t in tensors):
+            return func(*args, **(kwargs or {}))
+        return out
+
+    fake.__torch_dispatch__ = classmethod(dispatch)

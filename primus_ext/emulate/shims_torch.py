@@ -25,6 +25,7 @@ from primus_ext.emulate.shims_stream import (
     set_stream,
     stream_context,
 )
+from primus_ext.observe import recorder
 
 _TORCH = "torch 2.4 to 2.14"
 CPU = torch.device("cpu")
@@ -209,6 +210,22 @@ def _compile(module: Any) -> None:
         return model if model is not None else lambda function: function
 
     module.compile = compile_nothing
+
+
+@patch("torch", "UntypedStorage.resize_", group="accelerator", versions=_TORCH,
+       reason="Megatron frees outputs that it will recompute by resizing their storage, which no "
+              "operator tells of; nothing is replaced")
+def _resized_storages(module: Any) -> None:
+    original = module.UntypedStorage.resize_
+
+    def resize_(self: Any, size: int) -> Any:
+        result = original(self, size)
+        active = recorder.current()
+        if active is not None:
+            active.memory.resized(self)
+        return result
+
+    module.UntypedStorage.resize_ = resize_
 
 
 def _on_device(value: Any) -> bool:

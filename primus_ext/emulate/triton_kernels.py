@@ -10,6 +10,7 @@ from __future__ import annotations
 import ast
 import functools
 import textwrap
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
@@ -22,6 +23,8 @@ from primus_ext.observe import recorder
 
 GROUP = "triton"
 _TRITON = "triton 3.x"
+on_real_tensors: Callable[[Any, dict[str, torch.Tensor]], None] | None = None
+"""Runs in place of a kernel whose tensors have data; by default that is refused."""
 _LOADS, _STORES = ("load",), ("store",)
 
 
@@ -76,6 +79,8 @@ def _launch(kernel: Any, args: tuple, kwargs: dict) -> None:
     bound = {**dict(zip(kernel.arg_names, args, strict=False)), **kwargs}
     tensors = {k: v for k, v in bound.items() if isinstance(v, torch.Tensor)}
     if any(not isinstance(t, (FakeTensor, HostTensor)) for t in tensors.values()):
+        if on_real_tensors is not None:
+            return on_real_tensors(kernel, tensors)
         raise NotImplementedError(
             f"the Triton kernel {kernel.fn.__name__} needs a device; without one only its "
             "memory traffic is known"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -15,6 +15,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from primus_ext.emulate import registry, shims_fake, shims_work  # noqa: F401  (they declare)
 
 _library: torch.library.Library | None = None
+_member: int | None = None
+NOT_A_MEMBER = dist.GroupMember.NON_GROUP_MEMBER
+"""What ``new_group`` returns for a group that does not hold this rank."""
 
 
 def join(rank: int, world_size: int, gpus_per_node: int) -> None:
@@ -25,6 +28,8 @@ def join(rank: int, world_size: int, gpus_per_node: int) -> None:
     """
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
+    global _member
+    _member = rank
     _register_meta_collectives()
     registry.apply_all("peers")
     os.environ.update(
@@ -36,10 +41,15 @@ def join(rank: int, world_size: int, gpus_per_node: int) -> None:
     dist.broadcast_object_list = lambda *args, **kwargs: None
 
 
+def is_stranger_to(ranks: Sequence[int]) -> bool:
+    """Whether this process is a rank of a virtual world, and not one of ``ranks``."""
+    return _member is not None and _member not in ranks
+
+
 def _own_groups_only(new_group: Callable[..., Any], rank: int) -> Callable[..., Any]:
     def create(ranks: list[int] | None = None, *args: Any, **kwargs: Any) -> Any:
         if ranks is not None and rank not in ranks:
-            return dist.GroupMember.NON_GROUP_MEMBER
+            return NOT_A_MEMBER
         kwargs["backend"] = "fake"
         kwargs.pop("pg_options", None)
         return new_group(ranks, *args, **kwargs)

@@ -33,8 +33,9 @@ class ProjectionCallback(Callback):
         """Take over.
 
         Args:
-            settings: ``mode``, ``context`` and optionally ``out``, ``fail_on`` (as the files of
-                the ``projection`` group have them) and ``target_cluster`` (content of such a file).
+            settings: ``mode``, ``context`` and optionally ``out``, ``fail_on``, ``cache`` (as the
+                files of the ``projection`` group have them) and ``target_cluster`` (content of
+                such a file).
 
         Raises:
             SystemExit: always, but in the child process of a projection.
@@ -84,7 +85,7 @@ def _plain(value: Any) -> Any:
 
 
 def _check(settings: Mapping[str, Any], surroundings: Mapping[str, Any]) -> None:
-    legal = ("mode", "out", "fail_on", "target_cluster", "context")
+    legal = ("mode", "out", "fail_on", "cache", "target_cluster", "context")
     unknown = sorted(set(settings) - set(legal))
     if unknown:
         raise UsageError(
@@ -107,6 +108,11 @@ def _check(settings: Mapping[str, Any], surroundings: Mapping[str, Any]) -> None
         )
 
 
+def _switch(value: Any) -> str:
+    """``on`` or ``off`` as typed, or as YAML reads them; on where nothing was said."""
+    return {None: "on", True: "on", False: "off"}.get(value, str(value))
+
+
 def _request(
     settings: Mapping[str, Any], given: Mapping[str, Any], directory: Path, model: str
 ) -> Request:
@@ -127,6 +133,7 @@ def _request(
         scratch=Path(scratch),
         target_cluster=settings.get("target_cluster"),
         fail_on=given.get("fail_on") or settings.get("fail_on"),
+        cache=_switch(given.get("cache", settings.get("cache"))),
         removed=tuple(ours),
         name=model,
         environment=dict(os.environ),

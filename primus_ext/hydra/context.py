@@ -47,8 +47,8 @@ def of_root(root: DictConfig) -> dict[str, Any]:
         root: The configuration with its ``hydra`` node.
 
     Returns:
-        ``multirun``; ``directory``, Hydra's output folder; ``out`` and ``fail_on`` as composed
-        below ``projection`` (the user's own key of that name, where ours were not typed).
+        ``multirun``; ``directory``, Hydra's output folder; ``out``, ``fail_on`` and ``cache`` as
+        composed below ``projection`` (the user's own key of that name, where ours were not typed).
     """
     mode = OmegaConf.select(root, "hydra.mode")
     multirun = getattr(mode, "name", mode) == "MULTIRUN"
@@ -61,6 +61,7 @@ def of_root(root: DictConfig) -> dict[str, Any]:
         "directory": str(directory),
         "out": node.get("out"),
         "fail_on": node.get("fail_on"),
+        "cache": node.get("cache"),
         "model": OmegaConf.select(root, "hydra.runtime.choices.model"),
         "chose_target": OmegaConf.select(root, "hydra.runtime.choices.target_cluster"),
     }

@@ -153,6 +153,11 @@ def match(
     return labelled
 
 
+def covers(probe: Iterable[Segment], segments: Iterable[Segment], ops: Sequence[Op]) -> bool:
+    """Whether every one of ``segments`` has one in ``probe`` with the same ops in order."""
+    return {_structure(s, ops) for s in segments} <= {_structure(s, ops) for s in probe}
+
+
 def _calls(segment: Segment) -> list[int]:
     return [c.op for c in (*segment.forward, *segment.backward)]
 

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
@@ -20,7 +21,11 @@ from primus_ext.observe import classify, classify_c10d, streams
 from primus_ext.observe.allocations import Kinds, Log, Logs
 from primus_ext.trace import Call, Op, ScopeKind
 
+_DEVICE = torch.ops.prim.device.default
+_META = torch.device("meta")
 _current: list[Recorder] = []
+_MADE = (torch.ops.aten.lift_fresh.default,)
+"""Views by their schema that are all a mode sees of a new tensor: ``torch.tensor(value)``."""
 
 
 @functools.cache
@@ -84,6 +89,24 @@ class LiveBytes:
             self.fresh -= size
         if size:
             self.logs.freed(key)
+
+    def resized(self, storage: torch.UntypedStorage) -> None:
+        """Count a storage with the size that it has now; no operator tells of that."""
+        key = storage._cdata
+        if key not in self._storages:
+            return
+        ref, before, epoch = self._storages[key]
+        size = storage.nbytes()
+        self._storages[key] = (ref, size, epoch)
+        self.live += size - before
+        if epoch == self._epoch:
+            self.fresh += size - before
+        self.peak = max(self.peak, self.live)
+        self.fresh_peak = max(self.fresh_peak, self.fresh)
+        if before:
+            self.logs.freed(key)
+        if size:
+            self.logs.allocated(key, self._kind_of(size, "resize_"))
 
     def mark(self) -> None:
         """From now on storages are fresh; those that live already no longer are."""
@@ -149,9 +172,11 @@ class Recorder(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
     ) -> Any:
+        if func is _DEVICE and isinstance(args[0], FakeTensor):  # two of three dispatches
+            return _META if args[0].fake_mode.in_kernel_invocation else args[0].fake_device
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
-        if func.namespace == "prim" or getattr(func, "is_view", False):
+        if func.namespace == "prim" or (getattr(func, "is_view", False) and func not in _MADE):
             return out
         produced = [t for t in tree_iter(out) if isinstance(t, torch.Tensor)]
         if self._talks_quietly and func.namespace == "c10d":

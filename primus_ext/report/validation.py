@@ -36,16 +36,30 @@ def _cells(row: Mapping[str, Any]) -> Sequence[str]:
         measured,
         f"{row['predicted_s']:.3f} s",
         f"{row['ratio']:.3f}",
-        f"{row['peak_predicted'] / 2**30:.1f}",
+        _peak(row),
         "; ".join(row["approximations"]),
     )
+
+
+def _peak(row: Mapping[str, Any]) -> str:
+    """Projected peak, and the measured one in its unit."""
+    predicted = f"{row['peak_predicted'] / 2**30:.1f}"
+    if row["peak_measured"] is None:
+        return predicted
+    error = (row["peak_predicted"] / row["peak_measured"] - 1) * 100
+    return f"{predicted} ({error:+.1f} % of {row['memory_kind']})"
 
 
 def _line(name: str, group: Mapping[str, Any]) -> str:
     if not group["rows"]:
         return f"{name}: no row could be projected"
     order = "" if group["spearman"] is None else f", Spearman {group['spearman']:.3f}"
+    memory = "".join(
+        f"; {unit} memory: {found['rows']} rows, mean error {found['mean']:.2f} %, "
+        f"worst {found['worst']:+.2f} %"
+        for unit, found in group["memory"].items()
+    )
     return (
         f"{name}: {group['rows']} rows, mean error {group['mape']:.1f} %, "
-        f"bias {group['bias']:+.1f} %, worst factor {group['worst_factor']:.2f}{order}"
+        f"bias {group['bias']:+.1f} %, worst factor {group['worst_factor']:.2f}{order}{memory}"
     )

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from primus_ext.runner import child, folder, local_device, target
+from primus_ext.runner import child, folder, local_device, target, tracing
 from primus_ext.runner.command import Command
 from primus_ext.runner.outcome import Exit, Outcome, UsageError, close, say
 
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 MODES = ("on", "simulate", "measure", "both", "tune", "check")
 OFFERED = ("on", "simulate")
+CACHE = ("on", "off")
 FAIL_ON = {"oom": ("oom",), "at_risk": ("at_risk", "oom")}
 """Value of ``+projection.fail_on`` to the verdicts that it gates."""
 
@@ -41,6 +42,8 @@ class Request:
     target_cluster: Mapping[str, Any] | None
     """Content of the ``target_cluster`` file, None where none was named."""
     fail_on: str | None = None
+    cache: str = "on"
+    """Whether traces are kept and used again: one of :data:`CACHE`."""
     removed: tuple[str, ...] = ()
     """Our overrides, as they were typed."""
     name: str = ""
@@ -85,6 +88,10 @@ def _project(request: Request) -> Outcome:
     if request.fail_on is not None and request.fail_on not in FAIL_ON:
         raise UsageError(
             f"+projection.fail_on={request.fail_on} is unknown; legal: {', '.join(FAIL_ON)}"
+        )
+    if request.cache not in CACHE:
+        raise UsageError(
+            f"+projection.cache={request.cache} is unknown; legal: {', '.join(CACHE)}"
         )
     cluster = _cluster(request)
     projection = _composed(request, mode, cluster, notes)
@@ -131,12 +138,13 @@ def _composed(request: Request, mode: str, cluster: Cluster, notes: list[str]) -
     from primus_ext.runner import emulation
 
     with ProgressBar() as bar:
-        answer = child.run(
+        answer = tracing.answer(
             _question(request, mode, cluster),
             request.command.options,
             request.scratch,
             request.out / "child.log",
             bar.update,
+            cached=request.cache == "on",
         )
         bar.update(1, 1, "composing")
         try:

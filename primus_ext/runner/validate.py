@@ -13,7 +13,8 @@ import numpy as np
 import yaml
 
 from primus_ext.frameworks import published
-from primus_ext.runner import child, emulation
+from primus_ext.project.result import Projection
+from primus_ext.runner import child, emulation, peaks, tracing
 from primus_ext.runner.outcome import UsageError
 
 GPT_PROGRAM = "primus_ext.frameworks.megatron.gpt_program"
@@ -29,7 +30,12 @@ class Row:
     predicted_s: float | None = None
     interval: dict[str, float] | None = None
     peak_measured: float | None = None
+    """The first of ``memory``, where a peak was published."""
     peak_predicted: int | None = None
+    memory_kind: str | None = None
+    """Unit of the two, see :mod:`primus_ext.runner.peaks`."""
+    memory: dict[str, dict[str, float]] = dataclasses.field(default_factory=dict)
+    """By unit, ``measured`` and ``predicted`` bytes of every peak that was published."""
     verdict: str | None = None
     approximations: tuple[str, ...] = ()
     skipped: str | None = None
@@ -78,8 +84,63 @@ def subset(runs_path: Path, name: str) -> list[str]:
     return list(subsets[name])
 
 
+class Skipped(Exception):
+    """A run that can't be projected; the message says why."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Projected:
+    """A run and its projection."""
+
+    nearest: published.PublishedProgram
+    projection: Projection
+    peaks: dict[str, int]
+    """Projected peak bytes by unit, see :mod:`primus_ext.runner.peaks`."""
+
+
+def nearest_program(run: dict[str, Any]) -> published.PublishedProgram:
+    """The Megatron program that stands for a run.
+
+    Raises:
+        Skipped: there is none.
+    """
+    try:
+        return published.program(run)
+    except published.NotProjectable as error:
+        raise Skipped(str(error)) from error
+
+
+def projected(run: dict[str, Any], progress: Callable[[int, int, str], None]) -> Projected:
+    """Project one run in simulate mode.
+
+    Raises:
+        Skipped: it has no program or no target, or the framework refuses it.
+    """
+    nearest = nearest_program(run)
+    try:
+        cluster = emulation.load_cluster(
+            nearest.accelerator, nearest.nodes, nearest.gpus_per_node
+        )
+        with tempfile.TemporaryDirectory(prefix="primus_ext_") as name:
+            folder = Path(name)
+            question = {
+                "module": GPT_PROGRAM,
+                "args": list(nearest.argv),
+                "cwd": name,
+                **emulation.question(cluster),
+            }
+            question["frameworks"] += nearest.emulations
+            answer = tracing.answer(question, (), folder, folder / "child.log", progress)
+        projection = emulation.priced(answer, "simulate", cluster, [])
+    except (child.ChildError, ValueError) as error:
+        raise Skipped(str(error)) from error
+    return Projected(
+        nearest, projection, peaks.projected(projection.memory, answer["traces"], cluster)
+    )
+
+
 def project_run(run: dict[str, Any], progress: Callable[[int, int, str], None]) -> Row:
-    """Project one run in simulate mode."""
+    """Project one run in simulate mode and set it beside what was measured."""
     hardware = run["hardware"]
     base = Row(
         id=run["id"],
@@ -87,33 +148,21 @@ def project_run(run: dict[str, Any], progress: Callable[[int, int, str], None]) 
         measured_s=run["normalized"]["iteration_time_s"],
     )
     try:
-        nearest = published.program(run)
-        cluster = emulation.load_cluster(
-            nearest.accelerator, nearest.nodes, nearest.gpus_per_node
-        )
-    except (published.NotProjectable, ValueError) as error:
-        return dataclasses.replace(base, skipped=str(error))
-    with tempfile.TemporaryDirectory(prefix="primus_ext_") as name:
-        folder = Path(name)
-        question = {
-            "module": GPT_PROGRAM,
-            "args": list(nearest.argv),
-            "cwd": name,
-            **emulation.question(cluster),
-        }
-        try:
-            answer = child.run(question, (), folder, folder / "child.log", progress)
-            projection = emulation.priced(answer, "simulate", cluster, [])
-        except (child.ChildError, ValueError) as error:
-            return dataclasses.replace(base, skipped=str(error))
+        found = projected(run, progress)
+    except Skipped as reason:
+        return dataclasses.replace(base, skipped=str(reason))
+    memory = peaks.beside(run, found.peaks)
+    kind = next(iter(memory), None)
     return dataclasses.replace(
         base,
-        predicted_s=projection.throughput.step_s,
-        interval=dict(projection.throughput.interval),
-        peak_measured=run["normalized"].get("peak_memory_bytes"),
-        peak_predicted=max(role.peak_bytes for role in projection.memory.per_role),
-        verdict=projection.memory.verdict,
-        approximations=nearest.approximations,
+        predicted_s=found.projection.throughput.step_s,
+        interval=dict(found.projection.throughput.interval),
+        peak_measured=None if kind is None else memory[kind]["measured"],
+        peak_predicted=found.peaks[kind or peaks.ALLOCATED],
+        memory_kind=kind,
+        memory=memory,
+        verdict=found.projection.memory.verdict,
+        approximations=found.nearest.approximations,
     )
 
 
@@ -134,6 +183,7 @@ def summary(rows: Iterable[Row]) -> dict[str, Any]:
         "bias": float(np.mean(ratios - 1) * 100),
         "worst_factor": float(np.max(np.maximum(ratios, 1 / ratios))),
         "spearman": _spearman(predicted, measured) if len(scored) > 2 else None,
+        "memory": peaks.errors(row.memory for row in scored),
         "inside_interval": float(
             np.mean(
                 [

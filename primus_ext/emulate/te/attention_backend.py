@@ -4,6 +4,9 @@ The rules restate ``nvte_get_fused_attn_backend`` (``transformer_engine/common/f
 fused_attn.cpp``, 2.20) for the one cuDNN version that the stand-in reports (9.24), so that all
 branches for older releases are gone.  Releases after 2.20 ask cuDNN's frontend itself; whether it
 refuses more than these rules do was not compared on a device.
+
+On AMD's accelerators the kernels are those of Composable Kernel; the rules are those of
+``is_ck_backend_supported`` (ROCm/TransformerEngine, ``common/fused_attn_rocm/fused_attn_ck.cpp``).
 """
 
 from __future__ import annotations
@@ -31,7 +34,7 @@ def get_fused_attn_backend(params: Any) -> tuple[Any, str]:
     if dtype in _FP8:
         reasons, backend = _fp8_objections(params), NVTE_Fused_Attn_Backend["NVTE_FP8"]
     elif dtype in _HALF:
-        reasons = _half_objections(params)
+        reasons = _ck_objections(params) if target().amd else _half_objections(params)
         backend = NVTE_Fused_Attn_Backend["NVTE_F16_arbitrary_seqlen"]
     else:
         reasons, backend = iter((f"dtype {dtype.name} is not supported",)), None
@@ -81,6 +84,31 @@ def _half_objections(params: Any) -> Iterator[str]:
         yield "determinism with dropout is not supported"
     if sm == 120 and (params.is_training and params.deterministic or layout in ("t3hd", "th3d")):
         yield "not supported on sm120"
+
+
+def _ck_objections(params: Any) -> Iterator[str]:
+    """Reasons why AMD's F16/BF16 kernels do not apply."""
+    layout, mask = _layout(params), _mask(params)
+    bias = params.bias_type.name.removeprefix("NVTE_")
+    left, right = params.window_size_left, params.window_size_right
+    if bias == "PRE_SCALE_BIAS":
+        yield "pre-scale bias is not supported"
+    if params.head_dim_qk >= 512 or params.head_dim_v >= 512:
+        yield f"head dimensions {params.head_dim_qk}, {params.head_dim_v} are not supported"
+    if "causal" in mask and not (left >= -1 and right == 0):
+        yield f"window ({left}, {right}) is not supported with mask {mask}"
+    both = (left == -1) == (right == -1) and left >= -1
+    if mask in ("no_mask", "padding") and not both:
+        yield f"window ({left}, {right}) is not supported with mask {mask}"
+    packed = group(layout) in ("3hd", "h3d")
+    if packed and params.num_attn_heads > params.num_gqa_groups:
+        yield "grouped queries are not supported with a packed layout"
+    if packed and params.max_seqlen_q != params.max_seqlen_kv:
+        yield "a packed layout needs as many queries as keys"
+    if "thd" in formats(layout) and "padding" not in mask:
+        yield "packed sequences need a padding mask"
+    if "padding" in mask and bias != "NO_BIAS":
+        yield f"bias is not supported with mask {mask}"
 
 
 def _head_dims(params: Any, sm: int, layout: str, mask: str) -> bool:

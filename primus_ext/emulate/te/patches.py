@@ -47,6 +47,21 @@ def _tensors_are_on_the_device(module: types.ModuleType) -> None:
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
+@patch("transformer_engine.pytorch.utils", "needs_quantized_gemm", group=GROUP, versions=_TE,
+       reason="it goes by the exact type, and a tensor without storage has another: its bias would "
+              "be cast to BF16 in an FP32 job")
+def _fake_tensors_are_not_quantized(module: types.ModuleType) -> None:
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    original = module.needs_quantized_gemm
+
+    @functools.wraps(original)
+    def needs_quantized_gemm(obj: Any, rowwise: bool = True) -> bool:
+        return not isinstance(obj, FakeTensor) and original(obj, rowwise)
+
+    module.needs_quantized_gemm = needs_quantized_gemm  # type: ignore[attr-defined]
+
+
 def _address(storage: torch.UntypedStorage) -> int:
     return storage._cdata << 8  # distinct per live storage; as far apart as no offset reaches
 

@@ -31,6 +31,11 @@ class Target:
         return 10 * major + minor
 
     @property
+    def amd(self) -> bool:
+        """Whether it is one of AMD's: ROCm reports gfx942 as 9.4 and gfx950 as 9.5."""
+        return self.compute_capability in ((9, 4), (9, 5))
+
+    @property
     def non_tn_fp8_gemm(self) -> bool:
         """Whether FP8 GEMMs exist in every layout, so that no transposed copy is kept.
 

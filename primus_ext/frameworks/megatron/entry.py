@@ -9,7 +9,13 @@ from collections.abc import Callable
 from typing import Any
 
 from primus_ext.emulate import registry, session
-from primus_ext.frameworks.megatron import patches, routing  # noqa: F401  (declare)
+from primus_ext.frameworks.megatron import (  # noqa: F401  (declare)
+    chunk_sort,
+    patches,
+    routing,
+    shapes,
+    world_patches,
+)
 from primus_ext.trace import RankTrace, to_plain
 
 SUPPORTED = ("0.19",)
@@ -39,6 +45,35 @@ def _pretrain(module: Any) -> None:
     module.pretrain = pretrain
 
 
+def _shapes(
+    original: Callable[..., Any], call: inspect.BoundArguments, active: session.Session
+) -> list[Any]:
+    """Recordings of the job in each of the request's parallel shapes, or why there are none."""
+    from primus_ext import parametric
+    from primus_ext.frameworks.megatron import layer_space
+
+    found: list[Any] = []
+    asked = active.request["shapes"]
+    for number, shape in enumerate(asked):
+        active.progress(number, len(asked), f"shape {number}")
+        try:
+            one = active.in_fork(lambda shape=shape: layer_space.record(original, call, shape))
+        except session.ProgramError as error:
+            found.append({"refused": str(error)})
+            continue
+        found.append(
+            {
+                "recordings": [parametric.to_plain(r) for r in one["recordings"]],
+                "conditions": [
+                    [[c.share.numerator, c.share.denominator], c.modulus, c.reason]
+                    for c in one["conditions"]
+                ],
+                "cpu_seconds": one["cpu_seconds"],
+            }
+        )
+    return found
+
+
 def project(original: Callable[..., Any], call: inspect.BoundArguments) -> None:
     """Trace every distinct pipeline rank of the job and finish the session.
 
@@ -46,7 +81,7 @@ def project(original: Callable[..., Any], call: inspect.BoundArguments) -> None:
         original: Megatron's own ``pretrain``.
         call: The user's arguments to it.
     """
-    from primus_ext.frameworks.megatron import plans, rank, roles, whole_rank
+    from primus_ext.frameworks.megatron import plans, rank, real_rank, roles, whole_rank
 
     active = session.current()
     try:
@@ -60,9 +95,13 @@ def project(original: Callable[..., Any], call: inspect.BoundArguments) -> None:
             members = [
                 ((roles.pp_rank(r, arguments),), r) for r in active.request["ranks"]
             ]
+        if "shapes" in active.request:
+            active.finish(to_plain(plan), None, _shapes(original, call, active))
         if active.request.get("whole"):
+            real = active.request.get("storage") == "real"
+            peak = real_rank.peak if real else whole_rank.peak
             wholes = [
-                active.in_fork(lambda r=r: whole_rank.peak(original, call, r))
+                active.in_fork(lambda r=r: peak(original, call, r))
                 for r in active.request["ranks"]
             ]
             active.finish(to_plain(plan), None, wholes)

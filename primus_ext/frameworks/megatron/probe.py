@@ -19,7 +19,7 @@ def labelled_ops(
     makers: Sequence[Callable[[list[Any]], microbatch.Microbatch]],
     bare: list[Any],
     config: Any,
-    chunks: tuple[ChunkTrace, ...],
+    chunks: Sequence[ChunkTrace],
 ) -> tuple[Op, ...]:
     """The op table of ``chunks`` with the origin of every dimension that could be named.
 
@@ -31,11 +31,14 @@ def labelled_ops(
     names = origins.Names.of(plan, args.padded_vocab_size)
     known = len(recorder.ops)
     labelled: dict[int, Op] = {}
-    for index, chunk in enumerate(chunks):
-        probes = []
+    for chunk in chunks:
+        index, probes = chunk.vpp_stage, []
         for field in ("micro_batch_size", "seq_length"):
             with _doubled(args, field), thinned(bare[index]):
                 probe = microbatch.record(makers[index], recorder.memory, index, [])
+                if not origins.covers(probe.segments, chunk.segments, recorder.ops):
+                    # the first visit of a shape fills caches
+                    probe = microbatch.record(makers[index], recorder.memory, index, [])
                 probes.append(probe.segments)
         labelled.update(
             origins.match(chunk.segments, (probes[0], probes[1]), recorder.ops, names)

@@ -5,23 +5,26 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import gc
 import inspect
 from collections.abc import Callable
 from typing import Any
 
-from primus_ext.emulate import session, tripwire, virtual_world
+from primus_ext.emulate import real_peers, session, tripwire, virtual_world
 from primus_ext.frameworks.megatron import (
+    equal,
     memory,
     microbatch,
     parts,
     plans,
     probe,
     roles,
+    settle,
     synchronisation,
 )
 from primus_ext.observe.recorder import Recorder
 from primus_ext.observe.scopes import Scopes
-from primus_ext.trace import Bucket, RankTrace
+from primus_ext.trace import Bucket, ChunkTrace, RankTrace
 
 
 class _Recorded(BaseException):
@@ -56,7 +59,11 @@ def trace(
 
 
 def run(
-    original: Callable[..., Any], call: inspect.BoundArguments, rank: int, loop: Loop
+    original: Callable[..., Any],
+    call: inspect.BoundArguments,
+    rank: int,
+    loop: Loop,
+    observer: Any = None,
 ) -> Any:
     """Be one rank of the job up to its training loop, and run ``loop`` instead.
 
@@ -68,6 +75,7 @@ def run(
         call: The user's arguments to it.
         rank: Global rank to be.
         loop: What runs where Megatron would train.
+        observer: Entered before the model is built, and given to ``loop``; by default a recorder.
     """
     import megatron.training.initialize as initialization
     import megatron.training.training as training
@@ -77,9 +85,12 @@ def run(
     local_size = int(request["gpus_per_node"])
     args.rank, args.local_rank = rank, rank % local_size
     _forget_outputs(args, call.arguments["cfg_container"])
-    virtual_world.join(rank, args.world_size, local_size)
+    if "rendezvous" in request:
+        real_peers.join(rank, args.world_size, request["rendezvous"])
+    else:
+        virtual_world.join(rank, args.world_size, local_size)
 
-    recorder = Recorder({})
+    recorder = observer or Recorder({})
     initialize, setup = training.initialize_megatron, training.setup_model_and_optimizer
     train = training.train
     world = contextlib.ExitStack()
@@ -93,6 +104,8 @@ def run(
 
     def in_place_of_training(*a: Any, **k: Any) -> None:
         training.train = train
+        gc.collect()
+        gc.freeze()  # the model stays: collections between microbatches need not look through it
         bound = inspect.signature(train).bind(*a, **k)
         raise _Recorded(loop(recorder, rank, bound))
 
@@ -150,8 +163,12 @@ def _record(
     logs = recorder.memory.logs
     built = len(logs.setup.events)
     optimizer.step()  # the first step makes the optimizer's state
+    optimizer.zero_grad()  # and main gradients where those of the model are not FP32
     stepped = len(logs.setup.events)
     static = memory.static(recorder, bare, model, optimizer)
+    same = list(range(len(bare)))
+    if not session.current().request.get("every_chunk"):
+        same = equal.representatives(bare, config)
     scopes = [Scopes(recorder, parts.parts(chunk)) for chunk in bare]
     makers = [
         functools.partial(
@@ -161,43 +178,49 @@ def _record(
     ]
     quantized = args.fp8 or getattr(args, "fp4", None)
     for index, chunk in enumerate(bare):
-        # Workspaces and caches appear with the first microbatch.  They go by shape, so a few
-        # layers fill them, unless every layer keeps something of its own: quantized weights, or
-        # the tables of a token dispatcher.
+        # Workspaces and caches appear with the first microbatch, some (rope) in every chunk.  They
+        # go by shape, so a few layers fill them, unless every layer keeps something of its own:
+        # quantized weights, or the tables of a token dispatcher.
         with contextlib.nullcontext() if quantized or args.num_experts else probe.thinned(chunk):
             microbatch.record(makers[index], recorder.memory, index, [], first=True)
     recorder.forget()
     synchronisation.mark(recorder, model)
     losses: list[Any] = []
-    chunks = tuple(
-        microbatch.record(make, recorder.memory, index, losses)
-        for index, make in enumerate(makers)
-    )
+    chunks: list[ChunkTrace] = []
+    for index, first in enumerate(same):
+        if first == index:
+            chunks.append(settle.settled(recorder, makers[index], index, losses))
+        else:
+            chunks.append(dataclasses.replace(chunks[first], vpp_stage=index))
     step, step_peak, step_events, kept = microbatch.record_step(recorder, training, losses)
     losses.clear()
+    optimizer.zero_grad()  # the next step starts with it
     leftovers = sum(chunk.memory.leftover_bytes for chunk in chunks)
     sizes = static.with_step(step_peak, recorder, leftovers)
     events = static.events(recorder, built, stepped, step_events)
     kinds = tuple(recorder.kinds.table)
     del kept
     if config.pipeline_model_parallel_size > 1:
-        sizes_in_flight = [
-            microbatch.in_flight(make, recorder.memory, chunk.memory)
-            for chunk, make in zip(chunks, makers, strict=True)
+        in_flight = {
+            index: microbatch.in_flight(makers[index], recorder.memory, chunks[index].memory)
+            for index in sorted(set(same))
+        }
+        chunks = [
+            dataclasses.replace(chunk, memory=in_flight[first])
+            for chunk, first in zip(chunks, same, strict=True)
         ]
-        chunks = tuple(
-            dataclasses.replace(chunk, memory=memory_in_flight)
-            for chunk, memory_in_flight in zip(chunks, sizes_in_flight, strict=True)
-        )
     step, sync, gathers = synchronisation.apart(recorder, args, model, step)
-    ops = probe.labelled_ops(recorder, makers, bare, config, chunks)
+    ops = tuple(recorder.ops)
+    if session.current().request.get("origins", True):
+        distinct = [chunks[index] for index in sorted(set(same))]
+        ops = probe.labelled_ops(recorder, makers, bare, config, distinct)
     local, total, active = parts.counts(bare, args, config)
     return RankTrace(
         rank=rank,
         pp_ranks=pp_ranks,
         groups={**memory.all_groups(), **recorder.groups_seen},
         ops=ops,
-        chunks=chunks,
+        chunks=tuple(chunks),
         step=step,
         sync=sync,
         buckets=_buckets(model, recorder, gathers),

@@ -1,0 +1,69 @@
+"""What the launchers behind published tables set without saying so, from their public sources."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from primus_ext.frameworks.published.architecture import arch_key
+from primus_ext.frameworks.published.draft import Draft
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Habits:
+    """Knobs that a launcher sets; None where it is not known."""
+
+    gradients: str | None = None
+    """Format of the gradients' buffer and reduction: fp32 or bf16."""
+    fp8_weights: bool | None = None
+    """With FP8: whether weights are kept in FP8."""
+    arguments: tuple[str, ...] = ()
+    """Kernels and fusions that it switches for every run."""
+    router_fusion: bool = False
+
+
+# Words in the name of the framework, words in the name of the architecture, what is set.
+_HABITS = (
+    # src/megatron/bridge/training/mixed_precision.py: every FP8 recipe but sub-channel scaling
+    # src/megatron/bridge/perf_recipes: moe_router_fusion
+    ("Megatron-Bridge", "", Habits(fp8_weights=True, router_fusion=True)),
+    # NVIDIA/dgxc-benchmarking grok1/grok1_314b.yaml: grad_sync_dtype bf16, fp8_params false
+    ("NeMo 1.x", "grok", Habits(gradients="bf16", fp8_weights=False)),
+    # NVIDIA/dgxc-benchmarking llama3.1/configure.sh: +model.fp8_params=$FP8_ENABLED; gradients as
+    # nowhere said: NeMo 1.x reduces in FP32 then
+    ("NeMo 1.x", "llama", Habits(gradients="fp32", fp8_weights=True)),
+    # NVIDIA/dgxc-benchmarking nemotron/nemotron4-15b-synth.yaml: neither is set
+    ("NeMo 1.x", "nemotron", Habits(gradients="fp32", fp8_weights=False)),
+    # NeMo 2.0 scripts/performance: bf16_with_fp8_mixed (fp8_params), grad_reduce_in_fp32 False
+    ("NeMo 2.0", "", Habits(gradients="bf16", fp8_weights=True)),
+    # AMD-AGI/Primus examples/moe_package/configs/MI355X, primus/configs/models/megatron
+    ("Primus-Turbo", "deepseek", Habits(
+        gradients="fp32", arguments=("--no-rope-fusion", "--no-gradient-accumulation-fusion"))),
+    # MooreThreads/SimuMax run_pretrain_*.sh: --accumulate-allreduce-grads-in-fp32
+    ("Megatron-LM", "", Habits(gradients="fp32", fp8_weights=True)),
+)  # fmt: skip
+
+
+def habits(draft: Draft) -> Habits:
+    """What the launcher of a run sets."""
+    family = arch_key(draft)
+    return next(
+        (
+            found
+            for framework, architecture, found in _HABITS
+            if framework in draft.framework and architecture in family
+        ),
+        Habits(),
+    )
+
+
+def permutation_is_fused(draft: Draft) -> bool:
+    """Whether tokens are permuted by one kernel.
+
+    Primus' mixture-of-experts study turns it on with its sync-free stage 1 (examples/moe_package/
+    run_deepseek_v2*.sh); the steps are cumulative, in the order of its tables.
+    """
+    if "Primus-Turbo" not in draft.framework:
+        return True
+    step = str(draft.flag("cumulative_optimisations") or "")
+    after = ("sync-free", "all", "VPP5") + (("CPU",) if arch_key(draft).endswith("lite") else ())
+    return any(word in step for word in after)

@@ -1,0 +1,62 @@
+"""Kernels, fusions and what of a run has no counterpart."""
+
+from __future__ import annotations
+
+from primus_ext.frameworks.published import launchers
+from primus_ext.frameworks.published.draft import Draft
+
+TE_LOSS = "primus_ext.frameworks.megatron.te_loss"
+DEEPSPEED = "primus_ext.frameworks.megatron.deepspeed"
+# Flags that change time or memory and are not projected: on where their value is not in the set.
+_LEFT_OUT = (
+    (("cuda_graph_impl", "cuda_graphs", "MCORE_CUDA_GRAPH", "LAYER_CUDA_GRAPH"), "CUDA graphs"),
+    (("moe_a2a_overlap",), "overlap of expert communication (combined 1F1B)"),
+    (("TP_COMM_OVERLAP", "tp_comm_overlap"), "overlap of tensor-parallel communication"),
+    (("activation_offload_layers",), "offload of activations to the host"),
+    (("DEFER_EMBEDDING_WGRAD_COMPUTE",), "deferred weight gradient of the embedding"),
+    (("FP8_DPA",), "attention in FP8"),
+    (("async_tp",), "asynchronous tensor parallelism"),
+)
+_OFF = ("none", "false", "0", "")
+
+
+def write(draft: Draft) -> None:
+    """Arguments of kernels and of a run without data."""
+    draft.add(
+        "--transformer-impl", "transformer_engine", "--mock-data",
+        "--tokenizer-type", "NullTokenizer", "--train-iters", "10", "--lr", "1e-4",
+        "--no-check-for-nan-in-loss-and-grad",
+    )  # fmt: skip
+    draft.add(*launchers.habits(draft).arguments)
+    _kernels(draft)
+    if "DeepSpeed" in draft.framework:
+        draft.emulations.append(DEEPSPEED)
+        draft.note("Megatron-DeepSpeed projected as Megatron-LM that keeps what DeepSpeed keeps")
+    for names, words in _LEFT_OUT:
+        if str(draft.flag(*names) or "").lower() not in _OFF:
+            draft.note(f"{words}: left out")
+
+
+def _kernels(draft: Draft) -> None:
+    if draft.flag("flash_attention") is False:  # before flash attention: nothing of the loss fused
+        draft.add("--attention-backend", "unfused")
+    elif _te_loss(draft):
+        draft.add("--cross-entropy-loss-fusion", "--cross-entropy-fusion-impl", "te")
+        draft.emulations.append(TE_LOSS)
+        draft.note(
+            "Transformer Engine's cross entropy as it ran (0.19 refuses it for instabilities)"
+        )
+    elif draft.is_on("loss_fusion") is not False:
+        draft.add("--cross-entropy-loss-fusion", "--cross-entropy-fusion-impl", "native")
+
+
+def _te_loss(draft: Draft) -> bool:
+    """Whether the run used Transformer Engine's fused cross entropy.
+
+    Primus' "loss fusion" is that of Transformer Engine (its examples/moe_package), and the steps
+    of that study are cumulative.
+    """
+    if draft.flag("cross_entropy_fusion") == "TE" or draft.is_on("loss_fusion"):
+        return True
+    step = draft.flag("cumulative_optimisations")
+    return step is not None and "base" not in step and draft.is_on("loss_fusion") is None

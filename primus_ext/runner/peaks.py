@@ -1,0 +1,101 @@
+"""Published peak memory in the unit it was published in, beside the projected figure like it.
+
+Four units are in use and are not interchangeable: what torch allocated, what torch reserved, what
+the whole device held (nvidia-smi), and the latter as a share of the HBM.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from primus_ext import trace_io
+from primus_ext.cluster import Cluster
+from primus_ext.project.memory import outside_bytes
+from primus_ext.project.result import Memory
+
+ALLOCATED, RESERVED, DEVICE = "torch allocated", "torch reserved", "device"
+_GIB = 2**30
+# Words of ``measured.memory_kind`` in a runs file, and the unit they mean.
+_WORDS = (
+    ("max_memory_allocated", ALLOCATED),
+    ("mem-max-allocated", ALLOCATED),
+    ("torch reserved", RESERVED),
+    ("nvidia-smi", DEVICE),
+)
+
+
+def published(run: Mapping[str, Any]) -> dict[str, float]:
+    """Peak memory that a run states, bytes, by unit; empty where it states none that is known.
+
+    ``peak_memory_gb`` is in GiB in every source so far: nvidia-smi counts in MiB, torch's figures
+    are divided by 2**30, and 288 GB of HBM are 288 GiB.
+    """
+    measured = run["measured"]
+    stated = str(measured.get("memory_kind") or "")
+    found = {}
+    if "percent of" in stated and measured.get("memory_pct") is not None:
+        capacity = run["hardware"]["memory_gb_per_gpu"] * _GIB
+        found[DEVICE] = measured["memory_pct"] / 100 * capacity
+    else:
+        unit = next((unit for words, unit in _WORDS if words in stated), None)
+        if unit is not None:
+            found[unit] = measured["peak_memory_gb"] * _GIB
+    if measured.get("peak_reserved_gb") is not None:
+        found[RESERVED] = measured["peak_reserved_gb"] * _GIB
+    return found
+
+
+def projected(
+    memory: Memory, traces: Sequence[Mapping[str, Any]], cluster: Cluster
+) -> dict[str, int]:
+    """The same figures of a projection, bytes; each of its heaviest pipeline rank.
+
+    Args:
+        memory: The verdict, roles in the order of the pipeline ranks.
+        traces: The traces it is of, plain.
+        cluster: The target.
+    """
+    outside = {
+        rank: outside_bytes(trace, cluster)
+        for trace in trace_io.traces_from_plain(list(traces))
+        for rank in trace.pp_ranks
+    }
+    roles = list(enumerate(memory.per_role))
+    return {
+        ALLOCATED: max(role.peak_bytes for _, role in roles),
+        RESERVED: max(role.reserved_bytes - outside[rank] for rank, role in roles),
+        DEVICE: max(role.reserved_bytes for _, role in roles),
+    }
+
+
+def beside(
+    run: Mapping[str, Any], predicted: Mapping[str, int]
+) -> dict[str, dict[str, float]]:
+    """By unit, ``measured`` and ``predicted`` bytes of every peak that a run states."""
+    return {
+        unit: {"measured": size, "predicted": float(predicted[unit])}
+        for unit, size in published(run).items()
+    }
+
+
+def errors(rows: Iterable[Mapping[str, Mapping[str, float]]]) -> dict[str, dict[str, float]]:
+    """By unit: rows, mean absolute error, bias and worst error, percent of the measured peak.
+
+    Args:
+        rows: Of each row, by unit, ``measured`` and ``predicted`` bytes.
+    """
+    found: dict[str, list[float]] = {}
+    for row in rows:
+        for unit, peak in row.items():
+            error = (peak["predicted"] / peak["measured"] - 1) * 100
+            found.setdefault(unit, []).append(error)
+    return {
+        unit: {
+            "rows": len(values),
+            "mean": sum(abs(v) for v in values) / len(values),
+            "bias": sum(values) / len(values),
+            "worst": max(values, key=abs),
+        }
+        for unit, values in found.items()
+    }

@@ -1,0 +1,197 @@
+"""Peak memory of published runs, projected and measured: a resumable sweep and its table.
+
+    python scripts/bench/published_memory.py RUNS.yaml OUT.jsonl [--only WORD ...] [--table T.md]
+
+Every complete pretraining run becomes one line of OUT.jsonl as soon as it is projected; runs that
+have a line are not projected again, so a killed sweep goes on.  Runs that differ in nothing that
+shapes memory share one projection.  With --table nothing is projected: the tables are written from
+the lines that are there, and from the mapping of all pretraining runs of RUNS.yaml to programs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from primus_ext.cluster_data import ClusterError, load_accelerator
+from primus_ext.runner import peaks, validate
+
+GIB = 2**30
+
+
+def memory_key(run: dict[str, Any]) -> str:
+    """Hash of all that shapes the peak of a run; more microbatches than fill the pipeline don't.
+
+    Raises:
+        validate.Skipped: the run has no program.
+    """
+    nearest = validate.nearest_program(run)
+    argv, degrees = list(nearest.argv), run["parallelism"]
+    at = argv.index("--global-batch-size")
+    full = 4 * (degrees.get("pp") or 1) * (degrees.get("vpp") or 1)
+    ranks = nearest.nodes * nearest.gpus_per_node
+    data = ranks // ((degrees["tp"] or 1) * (degrees["pp"] or 1) * (degrees.get("cp") or 1))
+    batches = int(argv.pop(at + 1)) // (run["batch"]["mbs"] * data)
+    what = [argv, nearest.emulations, nearest.accelerator, nearest.nodes, min(batches, full)]
+    return hashlib.sha256(json.dumps(what).encode()).hexdigest()[:16]
+
+
+def line(run: dict[str, Any], known: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """The line of a run: projected, or taken from a run with the same key."""
+    found: dict[str, Any] = {"id": run["id"], "source": source(run)}
+    start = time.monotonic()
+    try:
+        key = found["key"] = memory_key(run)
+        if key in known:
+            same = known[key]
+            found |= {"same_as": same["id"]}
+            if "skipped" in same:
+                raise validate.Skipped(same["skipped"])
+            predicted, verdict = same["predicted"], same["verdict"]
+        else:
+            projected = validate.projected(run, lambda *_: None)
+            predicted, verdict = projected.peaks, projected.projection.memory.verdict
+    except validate.Skipped as reason:
+        return {**found, "skipped": str(reason)}
+    nearest = validate.nearest_program(run)
+    return {
+        **found,
+        "verdict": verdict,
+        "capacity": int(load_accelerator(nearest.accelerator).hbm_bytes.value),
+        "predicted": dict(predicted),
+        "memory": peaks.beside(run, predicted),
+        "approximations": list(nearest.approximations),
+        "seconds": round(time.monotonic() - start, 1),
+    }
+
+
+def source(run: dict[str, Any]) -> str:
+    """Source of a run, without what stands in brackets."""
+    return str(run["source"]["name"]).split(" (")[0]
+
+
+def sweep(runs: list[dict[str, Any]], out: Path) -> None:
+    """Append a line for every run that has none."""
+    lines = read(out)
+    if out.exists():  # without what a killed sweep left of a line
+        out.write_text("".join(json.dumps(entry) + "\n" for entry in lines), encoding="utf-8")
+    known = {entry["key"]: entry for entry in lines if "key" in entry}
+    done = {entry["id"] for entry in lines}
+    left = [run for run in runs if run["id"] not in done]
+    for number, run in enumerate(left, 1):
+        try:
+            entry = line(run, known)
+        except ClusterError as error:
+            entry = {"id": run["id"], "source": source(run), "skipped": str(error)}
+        if "key" in entry:
+            known.setdefault(entry["key"], entry)
+        with out.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(entry) + "\n")
+        sys.stdout.write(f"{number}/{len(left)} {words(entry)}\n")
+        sys.stdout.flush()
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    """Lines so far; a last line that was cut off is dropped."""
+    entries = []
+    for text in path.read_text(encoding="utf-8").splitlines() if path.exists() else []:
+        try:
+            entries.append(json.loads(text))
+        except ValueError:
+            continue
+    return entries
+
+
+def words(entry: dict[str, Any]) -> str:
+    """One line for a person."""
+    if "skipped" in entry:
+        return f"{entry['id']}: skipped: {entry['skipped']}"
+    found = [
+        f"{unit} {peak['predicted'] / GIB:.2f} of {peak['measured'] / GIB:.2f} GiB "
+        f"({(peak['predicted'] / peak['measured'] - 1) * 100:+.2f} %)"
+        for unit, peak in entry["memory"].items()
+    ] or [f"{entry['predicted'][peaks.ALLOCATED] / GIB:.2f} GiB allocated"]
+    return f"{entry['id']}: {entry['verdict']}, {', '.join(found)}"
+
+
+def table(entries: list[dict[str, Any]]) -> str:
+    """Markdown: errors by source and unit, verdicts, and what was skipped for which reason."""
+    head = "source|rows|projected|fits / at risk / oom|unit|rows|mean|bias|worst"
+    text = [f"|{head}|", "|---" * 9 + "|"]
+    for name in sorted({entry["source"] for entry in entries}):
+        rows = [entry for entry in entries if entry["source"] == name]
+        good = [entry for entry in rows if "skipped" not in entry]
+        verdicts = Counter(entry["verdict"] for entry in good)
+        said = " / ".join(str(verdicts[word]) for word in ("fits", "at_risk", "oom"))
+        found = peaks.errors(entry["memory"] for entry in good)
+        start = f"| {name} | {len(rows)} | {len(good)} | {said} |"
+        text += [
+            f"{start} {unit} | {e['rows']} | {e['mean']:.2f} % | {e['bias']:+.2f} % | "
+            f"{e['worst']:+.2f} % |"
+            for unit, e in found.items()
+        ] or [f"{start} - | 0 | - | - | - |"]
+    text += ["", "Measured peaks (each configuration once):", ""]
+    text += ["| run | unit | measured GiB | projected GiB | error |", "|---" * 5 + "|"]
+    for entry in entries:
+        if "skipped" in entry or "same_as" in entry:
+            continue
+        text += [
+            f"| {entry['id']} | {unit} | {p['measured'] / GIB:.2f} | {p['predicted'] / GIB:.2f} | "
+            f"{(p['predicted'] / p['measured'] - 1) * 100:+.2f} % |"
+            for unit, p in entry["memory"].items()
+        ]
+    alarms = [entry["id"] for entry in entries if entry.get("verdict") == "oom"]
+    text += ["", f"Called oom: {', '.join(alarms) or 'none'}.", "", "Skipped:", ""]
+    reasons = Counter((e["source"], e["skipped"]) for e in entries if "skipped" in e)
+    text += [f"- {name}: {count} x {why}" for (name, why), count in reasons.items()] or ["- none"]
+    return "\n".join(text) + "\n"
+
+
+def mapping(runs: list[dict[str, Any]]) -> str:
+    """Markdown: how many runs of each source have a program, and why others have none."""
+    found: dict[tuple[str, str], Counter[str]] = {}
+    for run in runs:
+        if run.get("workload") == "pretrain":
+            try:
+                validate.nearest_program(run)
+                why = ""
+            except validate.Skipped as reason:
+                why = str(reason)
+            found.setdefault((source(run), run["completeness"]), Counter())[why] += 1
+    text = ["| source | | runs | with a program | without, why |", "|---" * 5 + "|"]
+    for (name, completeness), why in sorted(found.items()):
+        rest = "; ".join(f"{count} x {reason}" for reason, count in why.items() if reason)
+        text.append(f"| {name} | {completeness} | {why.total()} | {why['']} | {rest or '-'} |")
+    return "\n".join(text) + "\n"
+
+
+def main() -> None:
+    """Sweep, or write the tables."""
+    parser = argparse.ArgumentParser(description="Peak memory of published runs")
+    parser.add_argument("runs", type=Path)
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--only", nargs="+", default=[], help="ids that have one of these words")
+    parser.add_argument("--table", type=Path, help="write the tables instead")
+    asked = parser.parse_args()
+    everything = validate.load_runs(asked.runs)
+    if asked.table is not None:
+        found = f"{mapping(everything)}\n{table(read(asked.out))}"
+        asked.table.write_text(found, encoding="utf-8")
+        return
+    runs = [
+        run
+        for run in everything
+        if run.get("workload") == "pretrain" and run.get("completeness") == "complete"
+        and (not asked.only or any(word in run["id"] for word in asked.only))
+    ]  # fmt: skip
+    sweep(runs, asked.out)
+
+
+if __name__ == "__main__":
+    main()

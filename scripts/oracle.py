@@ -1,0 +1,259 @@
+#!/usr/bin/env python
+"""The oracle of memory: three peaks of every pipeline role of every job of the covering design.
+
+``python scripts/oracle.py [--only m01 m02] [--work DIR]`` runs what is not in DIR yet and writes
+``validation/memory_oracle.csv``.  Peaks are bytes of live tensors in the second step:
+
+* composed: what a projection says (``memory.per_role[].peak_bytes``);
+* virtual: Megatron's own loop on that rank, tensors without storage, metered by our recorder;
+* real: the same with real tensors on this machine, metered by PyTorch's allocator events;
+* gloo (``--sides gloo``, jobs of at most 4 ranks): that with every rank a process of its own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import hashlib
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from primus_ext import trace_io
+from primus_ext.cluster_data import load_cluster
+from primus_ext.project import compose
+
+ROOT = Path(__file__).resolve().parents[1]
+DESIGN = ROOT / "validation" / "memory_oracle.yaml"
+TABLE = ROOT / "validation" / "memory_oracle.csv"
+PROGRAM = "primus_ext.frameworks.megatron.gpt_program"
+SIDES = ("composed", "virtual", "real")
+GLOO, MOST_PROCESSES = "gloo", 4
+NOT_RUN = "-"
+DIFFERENCES = ("virtual - composed", "real - virtual", "gloo - real")
+COLUMNS: tuple[str, ...] = ("id", "role", *SIDES, GLOO, *DIFFERENCES, "reason")
+SLICE = 4
+"""Configurations that one process answers; their results are kept when it ends."""
+TARGETS = {(9, 0): "h100", (10, 0): "b200"}
+
+
+def request(entry: dict[str, Any], side: str, work: Path) -> dict[str, Any]:
+    """What the emulation of one side of a configuration is asked."""
+    world, stages = entry["world"], stage_count(entry)
+    asked: dict[str, Any] = {
+        "module": PROGRAM,
+        "args": entry["args"].split(),
+        "cwd": str(work),
+        "device": {
+            "name": TARGETS[tuple(entry["capability"])],
+            "compute_capability": entry["capability"],
+            "total_memory": 80 * 2**30,
+            "multi_processor_count": 132,
+            "warp_size": 32,
+        },
+        "world_size": world,
+        "gpus_per_node": 1,
+        "frameworks": ["primus_ext.frameworks.megatron"],
+        "result": str(answer_path(entry, side, work)),
+        "origins": False,
+        "timeout_s": 900,
+    }
+    if side != "composed":
+        asked |= {"whole": True, "ranks": [s * world // stages for s in range(stages)]}
+    if side in ("real", GLOO):
+        asked["storage"] = "real"
+    return asked
+
+
+def processes(entry: dict[str, Any], work: Path) -> list[dict[str, Any]]:
+    """Requests of all ranks of a configuration that meet over gloo."""
+    shared = request(entry, GLOO, work)
+    base = Path(shared["result"])
+    return [
+        shared
+        | {
+            "ranks": [rank],
+            "rendezvous": str(base.with_suffix(".meet")),
+            "result": str(base.with_suffix(f".{rank}.json")),
+        }
+        for rank in range(entry["world"])
+    ]
+
+
+def work_of(entry: dict[str, Any]) -> int:
+    """Layers that run in one step, over all stages and microbatches."""
+    words = entry["args"].split()
+    number = {w: int(words[i + 1]) for i, w in enumerate(words) if w in _SIZES}
+    layers, mbs, gbs = (number[name] for name in _SIZES)
+    return layers * gbs // (mbs * int(entry["knobs"]["dp"]))
+
+
+_SIZES = ("--num-layers", "--micro-batch-size", "--global-batch-size")
+
+
+def stage_count(entry: dict[str, Any]) -> int:
+    """Pipeline stages of a configuration."""
+    return int(entry["knobs"]["pipeline"].partition("x")[0])
+
+
+def answer_path(entry: dict[str, Any], side: str, work: Path) -> Path:
+    """Where the answer lies, by what was asked: another design keeps what is the same."""
+    asked = json.dumps([entry["world"], entry["capability"], entry["args"]])
+    return work / f"{hashlib.sha256(asked.encode()).hexdigest()[:12]}.{side}.json"
+
+
+def run(entries: Iterable[dict[str, Any]], sides: Iterable[str], work: Path) -> None:
+    """Answer what is missing, cheap ones first, in processes that share their start."""
+    pending: dict[tuple[int, ...], list[dict[str, Any]]] = {}
+    for entry in sorted(entries, key=work_of):
+        asked = [
+            request(entry, side, work)
+            for side in sides
+            if not answer_path(entry, side, work).exists()
+        ]
+        pending.setdefault(tuple(entry["capability"]), []).extend(asked)
+    for requests in pending.values():
+        size = SLICE * len(SIDES)
+        for start in range(0, len(requests), size):
+            answer(requests[start : start + size], work)
+
+
+def run_gloo(entries: Iterable[dict[str, Any]], work: Path) -> None:
+    """Run the small jobs with all their ranks, one job after the other."""
+    for entry in entries:
+        path = answer_path(entry, GLOO, work)
+        if entry["world"] > MOST_PROCESSES or path.exists():
+            continue
+        asked = processes(entry, work)
+        Path(asked[0]["rendezvous"]).unlink(missing_ok=True)
+        running = []
+        for rank, one in enumerate(asked):
+            file = work / f"requests.{rank}.json"
+            file.write_text(json.dumps([one]))
+            running.append(start(file))
+        for process in running:
+            process.wait()
+        stages, world = stage_count(entry), entry["world"]
+        found = [json.loads(Path(one["result"]).read_text()) for one in asked]
+        bad = [f for f in found if f["status"] != "ok"]
+        firsts = [found[stage * world // stages] for stage in range(stages)]
+        whole = bad[0] if bad else {**firsts[0], "traces": [f["traces"][0] for f in firsts]}
+        path.write_text(json.dumps(whole))
+
+
+def start(requests: Path) -> subprocess.Popen[bytes]:
+    """Start a process over requests that are alike."""
+    return subprocess.Popen(
+        [sys.executable, "-m", "primus_ext.emulate.batch", str(requests)],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+
+
+def answer(requests: list[dict[str, Any]], work: Path) -> None:
+    """Run one process over requests that are alike."""
+    path = work / "requests.json"
+    path.write_text(json.dumps(requests))
+    if start(path).wait():
+        sys.exit(f"the emulation of {path} ended with an error")
+
+
+def peaks(entry: dict[str, Any], side: str, work: Path) -> list[int] | str:
+    """Peak of every role, or why there is none (:data:`NOT_RUN`, or what refuses it)."""
+    path = answer_path(entry, side, work)
+    if not path.exists():
+        return NOT_RUN
+    found = json.loads(path.read_text())
+    if found["status"] != "ok":
+        return str(found["message"])
+    if side != "composed":
+        return [trace["peak_bytes"] for trace in found["traces"]]
+    cluster = load_cluster(TARGETS[tuple(entry["capability"])], entry["world"], 1)
+    plan, traces = found["plan"], found["traces"]
+    try:
+        projected = compose.project(
+            trace_io.plan_from_plain(plan), trace_io.traces_from_plain(traces), cluster,
+            mode="simulate",
+        )  # fmt: skip
+    except ValueError as error:  # of the plan, the schedule or the target
+        return str(error)
+    return [role.peak_bytes for role in projected.memory.per_role]
+
+
+def rows(entries: Iterable[dict[str, Any]], work: Path) -> list[dict[str, Any]]:
+    """One row a role of every configuration that was run: the peaks and their differences."""
+    table: list[dict[str, Any]] = []
+    for entry in entries:
+        found = {side: peaks(entry, side, work) for side in (*SIDES, GLOO)}
+        if NOT_RUN in [found[side] for side in SIDES]:
+            continue
+        for role in range(stage_count(entry)):
+            row: dict[str, Any] = {"id": entry["id"], "role": f"pp stage {role}"}
+            for side, values in found.items():
+                row[side] = values[role] if isinstance(values, list) else values
+            row["virtual - composed"] = difference(row["virtual"], row["composed"])
+            row["real - virtual"] = difference(row["real"], row["virtual"])
+            row["gloo - real"] = difference(row[GLOO], row["real"])
+            row["reason"] = reason(entry, row)
+            table.append(row)
+    return table
+
+
+def reason(entry: dict[str, Any], row: dict[str, Any]) -> str:
+    """Why the peaks of a row differ; "" where nothing is known, or nothing differs."""
+    return "; ".join(
+        sentence
+        for column, sentence, applies in REASONS
+        if isinstance(row[column], int) and row[column] and applies(entry["knobs"], row[column])
+    )
+
+
+Reason = tuple[str, str, Callable[[dict[str, str], int], bool]]
+REASONS: list[Reason] = [
+    (
+        "virtual - composed",
+        "FP32 copies of BF16 gradients live in the optimizer's step alone; composed counts them "
+        "beside the activations",
+        lambda knobs, size: knobs["gradients"] == "reduced in bf16" and size < 0,
+    ),
+    (
+        "virtual - composed",
+        "a scalar",
+        lambda _, size: 0 < size <= 4,
+    ),
+]
+"""Column, sentence, and whether it applies to a configuration and a difference in bytes."""
+
+
+def difference(one: Any, other: Any) -> int | str:
+    """``one - other`` if both are numbers."""
+    return one - other if isinstance(one, int) and isinstance(other, int) else ""
+
+
+def main() -> None:
+    """Run and write the table."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--only", nargs="+", help="ids of configurations")
+    parser.add_argument("--sides", nargs="+", default=SIDES, choices=(*SIDES, GLOO))
+    parser.add_argument("--work", type=Path, default=ROOT / "outputs" / "memory_oracle")
+    options = parser.parse_args()
+    work = options.work.resolve()
+    work.mkdir(parents=True, exist_ok=True)
+    entries = yaml.safe_load(DESIGN.read_text())
+    chosen = [e for e in entries if options.only is None or e["id"] in options.only]
+    run(chosen, [side for side in options.sides if side != GLOO], work)
+    if GLOO in options.sides:
+        run_gloo(chosen, work)
+    with TABLE.open("w", newline="") as file:
+        writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows(entries, work))
+
+
+if __name__ == "__main__":
+    main()

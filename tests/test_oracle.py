@@ -1,0 +1,74 @@
+"""Three peaks of one job are equal: composed, whole rank without storage, whole rank with it.
+
+The real side is metered by PyTorch's allocator events (observe/allocator_meter.py), so a tensor
+that the recorder does not see, or that a stand-in does not make, shows.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from primus_ext.emulate import batch
+from tests.test_oracle_design import ENTRIES, oracle
+
+
+def cheapest(count: int, **wanted: str) -> list[str]:
+    """Ids of the cheapest configurations with some values."""
+    fitting = [e for e in ENTRIES if wanted.items() <= e["knobs"].items()]
+    return [e["id"] for e in sorted(fitting, key=oracle.work_of)[:count]]
+
+
+FAST = [*cheapest(1, mlp="dense", precision="fp8 blockwise"), *cheapest(1, mlp="sequential")]
+SLOW = [
+    *cheapest(1, pipeline="2", precision="bf16"),
+    *cheapest(1, pipeline="2x2", precision="fp8 tensorwise"),
+    *cheapest(1, mlp="shared", attention="mla"),
+    *cheapest(1, cp="2 p2p", mlp="grouped"),
+    *cheapest(1, precision="fp8 delayed", recompute="uniform"),
+    *cheapest(1, optimizer="plain", mlp="dense first"),
+]
+
+
+def require_equal(ids: list[str], work: Path) -> None:
+    chosen = [entry for entry in ENTRIES if entry["id"] in ids]
+    oracle.run(chosen, oracle.SIDES, work)
+    for row in oracle.rows(chosen, work):
+        assert row["virtual - composed"] == 0, row
+        assert row["real - virtual"] == 0, row
+
+
+def test_peaks_are_equal(tmp_path: Path) -> None:
+    require_equal(FAST, tmp_path)
+
+
+@pytest.mark.slow
+def test_peaks_are_equal_over_many_knobs(tmp_path: Path) -> None:
+    require_equal(SLOW, tmp_path)
+
+
+@pytest.mark.slow
+def test_real_ranks_over_gloo_differ_by_what_is_explained(tmp_path: Path) -> None:
+    small = [e for e in ENTRIES if e["world"] == 2 and e["knobs"]["mlp"] == "dense"][:1]
+    oracle.run(small, ["virtual", "real"], tmp_path)
+    oracle.run_gloo(small, tmp_path)
+    for row in oracle.rows(small, tmp_path):
+        assert isinstance(row["gloo"], int), row
+        assert row["gloo - real"] == 0 or row["reason"], row
+
+
+def test_a_process_answers_only_requests_that_are_alike() -> None:
+    one: dict[str, Any] = oracle.request(ENTRIES[0], "virtual", Path("/nowhere"))
+    batch.require_alike([one, {**one, "world_size": 8}])
+    with pytest.raises(ValueError, match="gpus_per_node=2"):
+        batch.require_alike([one, {**one, "gpus_per_node": 2}])
+
+
+def test_two_designs_share_the_answers_of_what_they_have_in_common() -> None:
+    entry, work = ENTRIES[0], Path("/nowhere")
+    moved = {**entry, "id": "other"}
+    assert oracle.answer_path(entry, "real", work) == oracle.answer_path(moved, "real", work)
+    changed = {**entry, "args": entry["args"] + " --seq-length 64"}
+    assert oracle.answer_path(entry, "real", work) != oracle.answer_path(changed, "real", work)

@@ -1,0 +1,127 @@
+"""Published peak memory: units, errors, the resumable sweep, and rows that must come out."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "scripts" / "bench"))
+
+import moe_layer_memory as layers  # noqa: E402
+import published_memory as sweeper  # noqa: E402
+
+from primus_ext.runner import peaks, validate  # noqa: E402
+
+RUNS = ROOT / "validation" / "memory_runs.yaml"
+GIB = 2**30
+
+
+def runs() -> dict[str, dict[str, Any]]:
+    return {run["id"]: run for run in yaml.safe_load(RUNS.read_text())}
+
+
+@pytest.mark.parametrize(
+    ("measured", "expected"),
+    [
+        ({"memory_kind": "max over ranks torch max_memory_allocated, GiB", "peak_memory_gb": 2,
+          "peak_reserved_gb": 3}, {"torch allocated": 2 * GIB, "torch reserved": 3 * GIB}),
+        ({"memory_kind": "max over GPUs, torch reserved memory as logged by torchtitan",
+          "peak_memory_gb": 76.8}, {"torch reserved": 76.8 * GIB}),
+        ({"memory_kind": "nvidia-smi snapshot, GB (one GPU)", "peak_memory_gb": 54},
+         {"device": 54 * GIB}),
+        ({"memory_kind": "published percent of 288 GB HBM (device usage), converted",
+          "peak_memory_gb": 80.8, "memory_pct": 28.05}, {"device": 0.2805 * 288 * GIB}),
+        ({"memory_kind": "max_memory (unit as logged)", "peak_memory_gb": 16}, {}),
+        ({}, {}),
+    ],
+)  # fmt: skip
+def test_each_unit_is_read_as_what_it_is(
+    measured: dict[str, Any], expected: dict[str, float]
+) -> None:
+    run = {"measured": measured, "hardware": {"memory_gb_per_gpu": 288}}
+    assert peaks.published(run) == pytest.approx(expected)
+
+
+def test_errors_by_hand() -> None:
+    rows = [
+        {"device": {"measured": 100.0, "predicted": 90.0}},
+        {"device": {"measured": 50.0, "predicted": 51.0},
+         "torch reserved": {"measured": 10.0, "predicted": 10.0}},
+    ]  # fmt: skip
+    found = peaks.errors(rows)
+    assert found["device"] == pytest.approx({"rows": 2, "mean": 6, "bias": -4, "worst": -10})
+    assert found["torch reserved"]["mean"] == 0
+    assert peaks.errors([]) == {}
+
+
+def test_microbatches_beyond_a_full_pipeline_share_a_projection() -> None:
+    run = runs()["simumax-b200-deepseekv2-tp1-ep4-pp2-dp4-l4-mbc4"]  # pp 2, dp 4
+    keys = []
+    for microbatches in (4, 8, 32):
+        run["batch"]["gbs"] = 4 * microbatches
+        keys.append(sweeper.memory_key(run))
+    assert keys[0] != keys[1] == keys[2]
+    run["batch"]["seq_len"] = 8192
+    assert sweeper.memory_key(run) != keys[2]
+
+
+def test_a_killed_sweep_goes_on(tmp_path: Path) -> None:
+    """Runs without a program: nothing has to be emulated."""
+    bad = [json.loads(json.dumps(run)) for run in runs().values()]
+    for run in bad:
+        run["hardware"]["gpu"] = "V100-32GB-SXM"
+    out = tmp_path / "lines.jsonl"
+    sweeper.sweep(bad[:2], out)
+    whole = out.read_text()
+    out.write_text(whole[: whole.rindex('"skipped"')])  # killed in the middle of the second line
+    sweeper.sweep(bad, out)
+    lines = sweeper.read(out)
+    assert sorted(line["id"] for line in lines) == sorted(run["id"] for run in bad)
+    assert all(line["skipped"] == "accelerator V100-32GB-SXM has no data" for line in lines)
+    assert "1 x accelerator V100-32GB-SXM has no data" in sweeper.table(lines)
+
+
+# Bars in percent of the measured peak; None where no peak is published.
+BARS = {
+    "simumax-b200-llama3-405b-l4-tp2-pp1-dp4-mbc4": ("torch allocated", 0.5),
+    "simumax-b200-deepseekv2-tp1-ep4-pp2-dp4-l4-mbc4": ("torch allocated", 0.5),
+    "simumax-b200-deepseekv3-l4-tp1-ep8-pp1-dp8-mbc4": ("torch allocated", 0.5),
+    "dgxc24111-grok1-h100-8g-bf16-pretrain": None,
+    "dgxc24111-llama3-8b-h100-8g-fp8-pretrain": None,
+    "mb2511-llama3-8b-b200-8g-fp8-mx-pretrain": None,
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", BARS)
+def test_published_peak(name: str) -> None:
+    """These runs ran, so none may be called oom; where a peak was published it must be met."""
+    row = validate.project_run(runs()[name], lambda *_: None)
+    assert row.skipped is None
+    assert row.verdict in ("fits", "at_risk")
+    if BARS[name] is not None:
+        unit, bar = BARS[name]
+        peak = row.memory[unit]
+        assert abs(peak["predicted"] / peak["measured"] - 1) * 100 <= bar
+
+
+# Megatron-LM d98e8a6, tests/functional_tests/test_cases/common/moe_perf/baseline.json: GiB.
+LAYERS = {"bf16": 2.692, "fp8 blockwise": 2.883}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("precision", LAYERS)
+def test_one_layer_of_experts_on_h100(precision: str) -> None:
+    """The Mixtral-like case over all-to-all, within 3 %."""
+    row = {
+        "model": {"seq_len": 4096, "mbs": 1, "hidden_size": 4096, "moe_ffn_hidden_size": 14336,
+                  "num_experts": 8, "topk": 2, "num_attention_heads": 8},
+        "parallelism": {"tp": 1, "ep": 8, "etp": 1}, "precision": precision, "dispatcher": "a2a",
+    }  # fmt: skip
+    assert layers.peak_bytes(row) / GIB == pytest.approx(LAYERS[precision], rel=0.03)

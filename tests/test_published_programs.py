@@ -1,0 +1,167 @@
+"""Parts of published runs as Megatron arguments, against the launchers that ran them."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+
+from primus_ext.frameworks import published
+from primus_ext.frameworks.published import moe_layer, parallel
+
+
+def run(**changes: dict[str, Any]) -> dict[str, Any]:
+    """SimuMax' truncated DeepSeek-V3 on 8 B200, with changes to its parts."""
+    base: dict[str, dict[str, Any]] = {
+        "source": {"name": "SimuMax v1.2 B200 formal results"},
+        "software": {"framework": "Megatron-LM"},
+        "hardware": {"gpu": "B200-180GB", "num_gpus": 8, "gpus_per_node": 8},
+        "model": {
+            "num_layers": 4, "hidden_size": 7168, "ffn_hidden_size": 18432, "num_heads": 128,
+            "num_kv_heads": 128, "head_dim": 192, "vocab_size": 129280, "gated_mlp": True,
+            "activation": "swiglu", "num_experts": 256, "topk": 8, "moe_ffn_hidden_size": 2048,
+            "num_dense_layers": 1, "shared_expert_ffn_hidden_size": 2048,
+            "mla": {"q_lora_rank": 1536, "kv_lora_rank": 512, "qk_nope_head_dim": 128,
+                    "qk_rope_head_dim": 64, "v_head_dim": 128},
+            "arch_key": "deepseek-v3",
+        },
+        "parallelism": {"tp": 1, "pp": 2, "vpp": 1, "cp": 1, "ep": 4, "etp": 1,
+                        "sequence_parallel": True, "distributed_optimizer": True},
+        "batch": {"mbs": 1, "gbs": 16, "seq_len": 4096},
+        "precision": {"compute": "bf16", "label": "bf16", "grad_reduce": "fp32"},
+        "recompute": {"granularity": "none"},
+        "flags": {"cross_entropy_fusion": "TE", "overlap_grad_reduce": False,
+                  "moe": "alltoall dispatcher, capacity factor 1 with pad-to-capacity, grouped "
+                         "GEMM, permute fusion, group-limited routing"},
+    }  # fmt: skip
+    return {part: {**base[part], **changes.get(part, {})} for part in base}
+
+
+def options(argv: tuple[str, ...]) -> dict[str, list[str]]:
+    """Options with their values."""
+    found: dict[str, list[str]] = {}
+    for word in argv:
+        if word.startswith("--"):
+            found[word] = []
+        else:
+            found[list(found)[-1]].append(word)
+    return found
+
+
+def test_simumax_deepseek_is_the_command_of_its_launcher() -> None:
+    """simu_tools/megatron_scripts/scripts/run_pretrain_deepseekv2.sh of SimuMax 4dcaae5."""
+    nearest = published.program(run())
+    found = options(nearest.argv)
+    launcher = (
+        "--moe-router-num-groups 4 --moe-router-group-topk 3 --moe-router-topk 8 "
+        "--moe-router-load-balancing-type seq_aux_loss --moe-router-pre-softmax "
+        "--moe-router-topk-scaling-factor 16 --moe-aux-loss-coeff 3e-3 "
+        "--moe-expert-capacity-factor 1.0 --moe-ffn-hidden-size 2048 "
+        "--moe-shared-expert-intermediate-size 2048 --moe-layer-freq ([0]*1+[1]*3) "
+        "--moe-grouped-gemm --moe-permute-fusion --moe-pad-expert-input-to-capacity "
+        "--moe-token-dispatcher-type alltoall --num-experts 256 "
+        "--expert-model-parallel-size 4 --multi-latent-attention --qk-layernorm "
+        "--q-lora-rank 1536 --kv-lora-rank 512 --qk-head-dim 128 --qk-pos-emb-head-dim 64 "
+        "--v-head-dim 128 --rotary-scaling-factor 1 --use-distributed-optimizer --bf16 --swiglu "
+        "--normalization RMSNorm --disable-bias-linear --untie-embeddings-and-output-weights "
+        "--ffn-hidden-size 18432"
+    )
+    for name, value in options(tuple(launcher.split())).items():
+        assert found[name] == value, name
+    assert found["--cross-entropy-fusion-impl"] == ["te"]
+    assert nearest.emulations == ("primus_ext.frameworks.megatron.te_loss",)
+    assert "--overlap-grad-reduce" not in found and "--sequence-parallel" not in found
+    assert any("Transformer Engine's cross entropy" in note for note in nearest.approximations)
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected", "absent"),
+    [
+        ({"flags": {"moe_dispatcher_backend": "hybridep"}},
+         ["--moe-token-dispatcher-type flex", "--moe-flex-dispatcher-backend hybridep"], []),
+        ({"model": {"mtp_layers": 1}}, ["--mtp-num-layers 1"], []),
+        ({"recompute": {"granularity": "selective", "modules": ["mla_up_proj", "mlp"]}},
+         ["--recompute-granularity selective --recompute-modules mla_up_proj mlp"], []),
+        ({"recompute": {"granularity": "full", "method": "block", "num_layers": 3}},
+         ["--recompute-method block --recompute-num-layers 3"], []),
+        ({"recompute": {"granularity": "full", "method": "block", "num_layers": 0}},
+         [], ["--recompute-granularity"]),
+        ({"precision": {"compute": "fp8", "recipe": "mxfp8", "grad_reduce": "bf16"},
+          "software": {"framework": "Megatron-Bridge / Megatron-Core"},
+          "flags": {"overlap_grad_reduce": None}},
+         ["--fp8-format e4m3 --fp8-recipe mxfp8", "--fp8-param-gather", "--grad-reduce-in-bf16",
+          "--reuse-grad-buf-for-mxfp8-param-ag"], []),
+        ({"precision": {"compute": "fp4"}}, ["--fp4-format e2m1 --fp4-recipe nvfp4"], []),
+        ({"precision": {"compute": "fp16"}}, ["--fp16"], ["--bf16"]),
+        ({"parallelism": {"tp": 2, "sequence_parallel": False}}, ["--sequence-parallel"], []),
+        ({"flags": {"flash_attention": False}},
+         ["--attention-backend unfused"], ["--cross-entropy-loss-fusion"]),
+        ({"model": {"position": "alibi", "embedding_layernorm": True}},
+         ["--position-embedding-type none"], []),
+        ({"model": {"activation": "squared_relu", "gated_mlp": False, "mla": None}},
+         ["--squared-relu", "--kv-channels 192", "--normalization LayerNorm"], ["--swiglu"]),
+        ({"parallelism": {"vpp": 2, "pp": 2}}, ["--num-virtual-stages-per-pipeline-rank 2"], []),
+        ({"flags": {"TP_PP_DP_MAPPING": "True"}}, ["--use-tp-pp-dp-mapping"], []),
+    ],
+)  # fmt: skip
+def test_each_knob_reaches_the_command(
+    changes: dict[str, dict[str, Any]], expected: list[str], absent: list[str]
+) -> None:
+    text = " ".join(published.program(run(**changes)).argv)
+    for words in expected:
+        assert words in text
+    for words in absent:
+        assert words not in text
+
+
+@pytest.mark.parametrize(
+    ("layers", "stages", "mtp"), [(61, 16, 1), (61, 32, 1), (94, 48, 0), (4, 4, 0), (7, 8, 0)]
+)
+def test_a_layout_holds_every_layer_once(layers: int, stages: int, mtp: int) -> None:
+    words = parallel.layout(layers, stages, mtp).split("|")
+    assert len(words) == stages
+    assert sum(word.count("t") for word in words) == layers
+    assert max(word.count("t") for word in words) == -(-layers // stages)
+    assert words[0].startswith("E") and words[-1].endswith("m" * mtp + "L")
+    assert all(re.fullmatch("E?t*m*L?", word) for word in words)
+
+
+@pytest.mark.parametrize(
+    ("layers", "pp", "vpp", "option"),
+    [
+        (126, 8, 8, "--account-for-embedding-in-pipeline-split"),  # Llama-3.1-405B: 128 of 64
+        (94, 4, 12, "--account-for-embedding-in-pipeline-split"),  # Qwen3-235B: 96 of 48
+        (61, 4, 4, "--pipeline-model-parallel-layout"),
+    ],
+)
+def test_layers_that_do_not_divide(layers: int, pp: int, vpp: int, option: str) -> None:
+    changes = {"model": {"num_layers": layers}, "parallelism": {"pp": pp, "vpp": vpp}}
+    nearest = published.program(run(**changes))
+    assert option in nearest.argv
+    assert any("the split" in note for note in nearest.approximations)
+
+
+def test_what_is_left_out_is_named() -> None:
+    flags = {"cuda_graph_impl": "full_iteration", "moe_a2a_overlap": True,
+             "activation_offload_layers": 20, "TP_COMM_OVERLAP": "False"}  # fmt: skip
+    notes = published.program(run(flags=flags)).approximations
+    assert sum("left out" in note for note in notes) == 3
+    assert not any("tensor-parallel" in note for note in notes)
+
+
+def test_the_layer_benchmark_passes_what_it_passes() -> None:
+    """moe_perf/__main__.py of Megatron-LM d98e8a6: no shared expert, no gate."""
+    row = {
+        "model": {"seq_len": 4096, "mbs": 1, "hidden_size": 7168, "moe_ffn_hidden_size": 2048,
+                  "num_experts": 32, "topk": 8, "shared_expert_ffn_hidden_size": 2048,
+                  "num_attention_heads": 8, "router": "sigmoid, 8 groups, group-topk 4"},
+        "parallelism": {"tp": 1, "ep": 8, "etp": 1}, "precision": "fp8 blockwise",
+        "dispatcher": "deepep",
+    }  # fmt: skip
+    config = moe_layer.case(row)["config"]
+    assert config["moe_token_dispatcher_type"] == "flex"
+    assert (config["fp8_recipe"], config["moe_router_group_topk"]) == ("blockwise", 4)
+    assert not {"moe_shared_expert_intermediate_size", "gated_linear_unit"} & set(config)
+    with pytest.raises(published.NotProjectable, match="nccl in fp8 blockwise"):
+        moe_layer.case({**row, "dispatcher": "nccl"})
