@@ -298,8 +298,8 @@ def answers(folder: Path, cases: list[Case]) -> list[dict]:
     path = folder / "requests.json"
     path.write_text(json.dumps(requests))
     run = subprocess.run(
-        [sys.executable, "-W", "ignore", str(ROOT / "tests" / "emulate_many.py"), str(path)],
-        env=environment(), capture_output=True, text=True, check=False,
+        [sys.executable, "-W", "ignore", "-m", "primus_ext.emulate.batch", str(path)],
+        env=environment(), cwd=ROOT, capture_output=True, text=True, check=False,
     )  # fmt: skip
     found = []
     for i in range(len(cases)):
