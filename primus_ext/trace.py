@@ -73,7 +73,10 @@ class Collective:
     the message.  (The convention of nccl-tests.)"""
     dtype: str
     asynchronous: bool = False
-    """Issued with ``async_op=True`` (a later wait makes it exposed only as far as it must be)."""
+    """The caller went on with a handle (``async_op=True``, every send and receive): it is exposed
+    only as far as the calls that wait for it (:attr:`Call.waits`) make it so."""
+    peer: int = 0
+    """send_recv: how many places after this rank, round the group, the other side stands."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -103,7 +106,11 @@ class Op:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Call:
-    """``count`` consecutive or scattered executions of one op inside a segment, in order."""
+    """One execution of an op; calls stand in the order in which the host issued them.
+
+    Calls of one stream run in order.  An asynchronous collective runs beside its stream, in the
+    order of its group's collectives.
+    """
 
     op: int
     """Index into :attr:`RankTrace.ops`."""
@@ -114,8 +121,9 @@ class Call:
     stream: str = ""
     """The stream it is issued on; '' is the one that computes."""
     waits: tuple[tuple[str, int], ...] = ()
-    """What it waits for beside the call before it on its stream: another stream, and how many of
-    the calls last issued there need not be complete."""
+    """What it waits for beside earlier calls of its stream, as the program said (``Work.wait``,
+    ``wait_stream``, ``wait_event``): a stream, or a group whose asynchronous collectives are meant,
+    and how many of the calls last issued there need not be complete."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -284,6 +292,8 @@ class Bucket:
     param_bytes: int
     chunk: int
     """Model chunk (vpp stage) that the bucket belongs to."""
+    gathers: int = 1
+    """How often its parameters are gathered in a step."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -299,7 +309,7 @@ class RankTrace:
     ops: tuple[Op, ...]
     chunks: tuple[ChunkTrace, ...]
     step: tuple[Call, ...]
-    """Gradient finalisation and the optimizer step, in order (phase ``step``)."""
+    """Gradient finalisation, the optimizer step and the statistics of the log (phase ``step``)."""
     buckets: tuple[Bucket, ...]
     parameters: int
     """Elements of the real module on this rank (sharded; padding of the vocabulary included)."""
@@ -309,6 +319,9 @@ class RankTrace:
     active_parameters: int
     """Of ``global_parameters``, those one token passes through (top-k of the routed experts)."""
     static: StaticMemory
+    sync: tuple[Call, ...] = ()
+    """Collectives that reduce the gradient buckets (phase ``reduce``) and gather the parameters
+    (``gather``) once a step; they are in no other list."""
     allocations: tuple[AllocationKind, ...] = ()
     """Kinds of allocations that the events of the trace refer to."""
     static_events: StaticEvents | None = None

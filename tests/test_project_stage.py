@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import pytest
 
@@ -71,9 +72,85 @@ def test_what_does_not_fit_behind_the_product_is_exposed() -> None:
     assert exposed[TermName.TENSOR] == pytest.approx(4 * T_GATHER - T_PRODUCT)
 
 
-def test_an_asynchronous_collective_is_waited_for_after_one_product() -> None:
-    _, exposed = terms(one_chunk([*[BESIDE] * 4, PRODUCT, PRODUCT]))
-    assert exposed[TermName.TENSOR] == pytest.approx(4 * T_GATHER - T_PRODUCT)
+def waiting(rank: RankTrace, **changes: dict[int, Any]) -> RankTrace:
+    """The rank with fields of the calls of its forward changed, by place."""
+    (chunk,) = rank.chunks
+    (segment,) = chunk.segments
+    calls = list(segment.forward)
+    for field, values in changes.items():
+        for place, value in values.items():
+            calls[place] = dataclasses.replace(calls[place], **{field: value})
+    segment = dataclasses.replace(segment, forward=tuple(calls))
+    return dataclasses.replace(rank, chunks=(dataclasses.replace(chunk, segments=(segment,)),))
+
+
+@pytest.mark.parametrize("products", [1, 2])
+def test_an_asynchronous_collective_is_waited_for_where_the_program_does(products: int) -> None:
+    rank = one_chunk([*[BESIDE] * 9, *[PRODUCT] * 2])
+    place = 9 + products  # the call that waits for all collectives; past the end: none does
+    _, exposed = terms(waiting(rank, waits={place: (("tp", 0),)} if place < 11 else {}))
+    assert exposed[TermName.TENSOR] == pytest.approx(9 * T_GATHER - products * T_PRODUCT)
+    assert exposed[TermName.GEMM] == pytest.approx(2 * T_PRODUCT)
+
+
+def test_only_what_is_waited_for_must_be_over() -> None:
+    calls = [*[BESIDE] * 9, PRODUCT, PRODUCT]
+    _, exposed = terms(waiting(one_chunk(calls), waits={9: (("tp", 8),)}))  # the first of nine
+    assert exposed[TermName.TENSOR] == pytest.approx(9 * T_GATHER - 2 * T_PRODUCT)
+    first = exposed[TermName.TENSOR]
+    _, exposed = terms(waiting(one_chunk(calls), waits={9: (("tp", 9),)}))  # one before the list
+    assert exposed[TermName.TENSOR] == pytest.approx(first)
+
+
+def test_who_waits_at_once_hides_nothing() -> None:
+    _, exposed = terms(waiting(one_chunk([BESIDE, PRODUCT]), waits={1: (("tp", 0),)}))
+    assert exposed[TermName.TENSOR] == pytest.approx(T_GATHER)
+
+
+def test_a_synchronous_collective_queues_behind_the_others_of_its_group_only() -> None:
+    other = collective(CollectiveKind.ALL_GATHER, "cp", 2**27)
+    rank = one_chunk([BESIDE, GATHER, PRODUCT])
+    _, exposed = terms(rank)
+    assert exposed[TermName.TENSOR] == pytest.approx(2 * T_GATHER)
+    rank = one_chunk([BESIDE, other, PRODUCT])
+    rank = dataclasses.replace(rank, groups={**rank.groups, "cp": tuple(range(8))})
+    busy, exposed = terms(rank)
+    assert busy[TermName.TENSOR] == busy[TermName.CONTEXT] == pytest.approx(T_GATHER)
+    assert exposed[TermName.TENSOR] == pytest.approx(T_GATHER)
+    assert exposed.get(TermName.CONTEXT, 0.0) == 0.0
+
+
+def test_parameters_gathered_ahead_hide_behind_the_layer_before() -> None:
+    """Each of 4 layers gathers the next one's parameters, then waits for its own."""
+    gather = collective(CollectiveKind.ALL_GATHER, "dp", 2**27, asynchronous=True)
+    ops, layers = Ops(), 4
+    calls = list(ops.calls([gather, PRODUCT], "forward"))
+    calls[1] = dataclasses.replace(calls[1], waits=(("dp", 1),))
+    segment = Segment(
+        ScopeKind.DENSE_LAYER, "s", layers, tuple(calls), (), places=tuple(range(layers))
+    )
+    base = one_chunk([])
+    chunk = dataclasses.replace(base.chunks[0], segments=(segment,))
+    groups = {**base.groups, "dp": tuple(range(8))}
+    _, exposed = terms(
+        dataclasses.replace(base, groups=groups, ops=tuple(ops.ops), chunks=(chunk,))
+    )
+    # the first layer waits for the one gather before its own, of which there is none
+    assert exposed == {TermName.GEMM: pytest.approx(layers * T_PRODUCT)}
+
+
+def test_kernels_of_two_streams_share_the_device() -> None:
+    rank = waiting(one_chunk([PRODUCT, PRODUCT, PRODUCT]), stream={1: "side1"})
+    _, exposed = terms(rank)
+    assert exposed == {TermName.GEMM: pytest.approx(3 * T_PRODUCT)}
+
+
+def test_a_stream_that_waits_for_a_collective_lets_the_other_go_on() -> None:
+    rank = one_chunk([BESIDE, PRODUCT, PRODUCT])
+    _, exposed = terms(waiting(rank, stream={1: "side1"}, waits={1: (("tp", 0),)}))
+    assert exposed.get(TermName.TENSOR, 0.0) == 0.0
+    _, exposed = terms(waiting(rank, waits={1: (("tp", 0),)}))
+    assert exposed[TermName.TENSOR] == pytest.approx(T_GATHER)
 
 
 def test_nothing_to_hide_behind_means_exposed() -> None:
@@ -82,7 +159,7 @@ def test_nothing_to_hide_behind_means_exposed() -> None:
 
 
 def test_a_send_and_its_receive_are_one_exchange() -> None:
-    send = collective(CollectiveKind.SEND_RECV, "tp", 2**27)
+    send = collective(CollectiveKind.SEND_RECV, "tp", 2**27, asynchronous=True)
     both = [
         dataclasses.replace(send, name="c10d.send", family=Family.P2P),
         dataclasses.replace(send, name="c10d.recv_", family=Family.P2P),

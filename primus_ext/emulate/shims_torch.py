@@ -17,12 +17,15 @@ from torch.overrides import TorchFunctionMode
 from primus_ext.emulate import virtual_cuda
 from primus_ext.emulate.registry import patch
 from primus_ext.emulate.shims_stream import (
+    COMPUTE,
     ExternalHostStream,
     HostEvent,
     HostStream,
+    current_stream,
+    set_stream,
     stream_context,
 )
-from primus_ext.observe import recorder, streams
+from primus_ext.observe import recorder
 
 _TORCH = "torch 2.4 to 2.14"
 CPU = torch.device("cpu")
@@ -94,16 +97,15 @@ _STREAMS = (
 @patch("torch.cuda", *_STREAMS, group="accelerator", versions=_TORCH,
        reason="streams and events need a driver; on the host everything runs in order")
 def _streams(module: Any) -> None:
-    main = streams.start(HostStream())
     _replace(
         module,
         Stream=HostStream,
         ExternalStream=ExternalHostStream,
         Event=HostEvent,
         stream=stream_context,
-        current_stream=lambda device=None: streams.current(),
-        default_stream=lambda device=None: main,
-        set_stream=_nothing(),
+        current_stream=current_stream,
+        default_stream=lambda device=None: COMPUTE,
+        set_stream=set_stream,
         is_current_stream_capturing=lambda: False,
     )
 

@@ -12,7 +12,12 @@ import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from primus_ext.emulate import registry, selection, shims_fake  # noqa: F401  (declares)
+from primus_ext.emulate import (  # noqa: F401  (some only declare)
+    registry,
+    selection,
+    shims_fake,
+    shims_work,
+)
 
 _library: torch.library.Library | None = None
 _member: int | None = None
@@ -31,6 +36,7 @@ def join(rank: int, world_size: int, gpus_per_node: int) -> None:
     global _member
     _member = rank
     _register_meta_collectives()
+    registry.apply_all("peers")
     os.environ.update(
         RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank % gpus_per_node)
     )

@@ -66,7 +66,8 @@ def classify(name: str, func: Any, args: tuple, kwargs: dict, recorder: Recorder
     if len(recorder.groups_seen[group]) == 1 or kind is CollectiveKind.BARRIER:
         return None
     buffers = [t for t in tree_iter(args[buffer_at]) if isinstance(t, torch.Tensor)]
-    asynchronous = _is_asynchronous(func, args, kwargs)
+    # a send or receive always has a handle; who waits for it at once is seen from the wait
+    asynchronous = kind is CollectiveKind.SEND_RECV or _is_asynchronous(func, args, kwargs)
     size = sum(t.numel() * t.element_size() for t in buffers)
     if name == "c10d.scatter_":
         size *= len(recorder.groups_seen[group])
@@ -75,8 +76,34 @@ def classify(name: str, func: Any, args: tuple, kwargs: dict, recorder: Recorder
     return Op(
         name=name, family=family, inputs=tuple(spec(t) for t in buffers), outputs=(), flops=0,
         bytes=0, collective=Collective(kind=kind, group=group, bytes=size, dtype=dtype,
-                                       asynchronous=asynchronous),
+                                       asynchronous=asynchronous,
+                                       peer=_peer(kind, args, len(recorder.groups_seen[group]))),
     )  # fmt: skip
+
+
+def _peer(kind: CollectiveKind, args: tuple, size: int) -> int:
+    """Distance to the other side of a send or receive; their third argument is its group rank."""
+    if kind is not CollectiveKind.SEND_RECV:
+        return 0
+    return (args[2] - dist.ProcessGroup.unbox(args[1]).rank()) % size
+
+
+def handle(op: Op, out: Any) -> tuple[Any, str | None]:
+    """The ``Work`` and the group of an asynchronous collective; twice None for other calls.
+
+    Args:
+        op: What :func:`classify` made of the dispatch.
+        out: Its result.
+
+    Raises:
+        UnknownCollective: nothing in the result can be waited for.
+    """
+    if op.collective is None or not op.collective.asynchronous:
+        return None, None
+    for leaf in tree_iter(out):
+        if isinstance(leaf, torch.ScriptObject):
+            return dist.Work.unbox(leaf), op.collective.group
+    raise UnknownCollective(f"{op.name} is asynchronous and gave nothing to wait for")
 
 
 def _is_asynchronous(func: Any, args: tuple, kwargs: dict) -> bool:

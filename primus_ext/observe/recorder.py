@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
-from primus_ext.observe import classify, streams
+from primus_ext.observe import classify, classify_c10d, streams
 from primus_ext.observe.allocations import Kinds, Log, Logs
 from primus_ext.trace import Call, Op, ScopeKind
 
@@ -155,8 +155,11 @@ class Recorder(TorchDispatchMode):
         self.phase = "forward"
         self.modules: list[str] = []
         self.recording = False
-        self.with_streams = False
-        """Whether calls say which stream they are issued on and what they wait for."""
+        self.streams = streams.Streams()
+        self._talks_quietly = False
+        self.continuous = False
+        """Whether what is recorded in one list may be waited for in the next, as where the
+        microbatches of a step overlap."""
         self._fused_depth = 0
         self._fused_made: list[weakref.ref] = []
 
@@ -181,23 +184,29 @@ class Recorder(TorchDispatchMode):
         if func.namespace == "prim" or (getattr(func, "is_view", False) and func not in _MADE):
             return out
         produced = [t for t in tree_iter(out) if isinstance(t, torch.Tensor)]
+        if self._talks_quietly and func.namespace == "c10d":
+            self._note(func, args, kwargs, produced, out)
         if self._fused_depth:
             self._fused_made += [weakref.ref(t) for t in produced]
             return out
         for tensor in produced:
             self.memory.track(tensor, _op_name(func))
         if self.recording:
-            found = classify.classify(func, args, kwargs, produced, self)
-            if found is not None:
-                self._append(found)
+            self._note(func, args, kwargs, produced, out)
         return out
+
+    def _note(self, func: Any, args: tuple, kwargs: dict, produced: list, out: Any) -> None:
+        found = classify.classify(func, args, kwargs, produced, self)
+        if found is not None:
+            self._append(found, out)
 
     def forget(self) -> None:
         """Empty the op table (what is live stays counted)."""
         self.ops.clear()
         self._index.clear()
+        self.streams.forget_works()
 
-    def _append(self, op: Op) -> None:
+    def _append(self, op: Op, out: Any = None) -> None:
         index = self._index.get(op)
         if index is None:
             index = self._index[op] = len(self.ops)
@@ -206,11 +215,12 @@ class Recorder(TorchDispatchMode):
         module = self.modules[-1] if self.modules else ""
         prefix = f"{name}."
         module = "" if module == name else module.removeprefix(prefix)
-        stream, waits = streams.MAIN, ()
-        if self.with_streams:
-            issuer = streams.current()
-            stream, waits = issuer.name, issuer.issue()
-        self.calls.append((kind, name, Call(index, self.phase, module, stream, waits)))
+        work, group = classify_c10d.handle(op, out)
+        stream, waits = self.streams.issue(streams.current(), group)
+        if group is not None:
+            self.streams.works(work, group)
+        call = Call(op=index, phase=self.phase, module=module, stream=stream, waits=waits)
+        self.calls.append((kind, name, call))
 
     def _kind(self, size: int, op: str) -> int:
         """Kind of a new storage, by where the program is."""
@@ -254,15 +264,16 @@ class Recorder(TorchDispatchMode):
 
     @contextlib.contextmanager
     def silent(self) -> Iterator[None]:
-        """Host-side work: neither ops nor bytes are recorded."""
-        recording, self.recording = self.recording, False
+        """Host-side work: neither ops nor bytes are recorded, but what is asked of other ranks."""
+        before = self.recording, self._talks_quietly
+        self._talks_quietly, self.recording = self.recording or self._talks_quietly, False
         self._fused_depth += 1
         try:
             yield
         finally:
             self._fused_depth -= 1
             self._fused_made.clear()
-            self.recording = recording
+            self.recording, self._talks_quietly = before
 
     @contextlib.contextmanager
     def collect(self, phase: str) -> Iterator[list[tuple[ScopeKind, str, Call]]]:
@@ -270,6 +281,8 @@ class Recorder(TorchDispatchMode):
         previous = self.calls, self.phase, self.recording, self.scope
         self.calls, self.phase, self.recording = [], phase, True
         self.scope = (ScopeKind.OTHER, "")
+        if phase != "backward" and not self.continuous:  # it goes on where its forward ended
+            self.streams.settle()
         mine = self.calls
         try:
             yield mine

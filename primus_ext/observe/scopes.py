@@ -40,6 +40,8 @@ class Scopes:
         self._recorder = recorder
         self._before_others = before_others
         self.in_backward = False
+        self._again: int | None = None
+        """Modules that were running when the backward went into one of them again."""
         for kind, name, module in parts:
             self._hook_part(kind, name, module)
             for inner_name, inner in module.named_modules():
@@ -70,6 +72,8 @@ class Scopes:
 
     def _pusher(self, full: str) -> Any:
         def push(*_: Any) -> None:
+            if self.in_backward and self._recorder.phase == "backward":
+                self._again, self._recorder.phase = len(self._recorder.modules), "recompute"
             self._recorder.modules.append(full)
 
         return push
@@ -77,6 +81,8 @@ class Scopes:
     def _popper(self, *_: Any) -> None:
         if self._recorder.modules:
             self._recorder.modules.pop()
+        if self._again is not None and len(self._recorder.modules) <= self._again:
+            self._again, self._recorder.phase = None, "backward"
 
 
 def segments(

@@ -15,9 +15,9 @@ _ALWAYS = (
     "kernel launches that the host does not keep up with: the device is assumed to have work",
     "clocks under sustained load: efficiencies come from microbenchmarks",
     "compute slowed down by collectives that run beside it, and the reverse",
+    "collectives of several groups at the same time: each has the links to itself",
     "contention between nodes: every GPU has the full bandwidth of its NIC",
     "data loading, logging, evaluation, checkpoints, stragglers and jitter",
-    "the wait of an asynchronous collective is placed after the next matrix product or attention",
 )
 
 
@@ -43,10 +43,10 @@ def not_modelled(plan: Plan, stages: Sequence[RankTrace], cluster: Cluster) -> t
             if plan.flags.get("recorded_routing")
             else "imbalance between experts: every expert gets the same number of tokens"
         )
-    if plan.flags.get("moe_shared_expert_overlap") or plan.flags.get(
-        "overlap_moe_expert_parallel_comm"
-    ):
-        lines.append("overlap of expert communication with other experts' or layers' work")
+    if plan.flags.get("moe_shared_expert_overlap"):
+        lines.append("the backward of shared experts beside the dispatch: counted as not hidden")
+    if plan.flags.get("overlap_moe_expert_parallel_comm"):
+        lines.append("overlap of expert communication with other layers' work")
     if plan.flags.get("tp_comm_overlap"):
         lines.append("tp_comm_overlap: tensor-parallel communication is counted as not hidden")
     sharded = plan.flags.get("use_megatron_fsdp") or plan.flags.get("use_torch_fsdp2")

@@ -10,7 +10,7 @@ from primus_ext.cluster import Cluster
 from primus_ext.cost.formats import require_precision
 from primus_ext.cost.model import CostModel
 from primus_ext.plan import Plan, ProgramRef
-from primus_ext.project import caveats, data_parallel, evidence, memory, stage
+from primus_ext.project import caveats, data_parallel, evidence, inventory, memory, stage
 from primus_ext.project.ledger import Kind, Ledger, TermName
 from primus_ext.project.programs import Shape
 from primus_ext.project.result import Projection, Term
@@ -73,6 +73,7 @@ def project(
         breakdown=tuple(terms),
         not_modelled=caveats.not_modelled(plan, stages, cluster),
         warnings=(*warnings, *judged.notes, *unknown_ops(stages)),
+        collectives=inventory.listed(inventory.of_step(plan, stages, shape)),
         provenance={
             "binding_pp_rank": step.binding,
             "prices": "model: published peaks, bandwidths and efficiencies",

@@ -53,7 +53,7 @@ def bucket_times(
         gather_s = 0.0
         if sharded:
             gather = CollectiveKind.ALL_GATHER
-            gather_s = _seconds(cost, trace, bucket, gather, bucket.param_bytes)
+            gather_s = _seconds(cost, trace, bucket, gather, bucket.param_bytes) * bucket.gathers
         times.append(BucketTimes(bucket.chunk, bucket.group, share, reduce_s, gather_s))
     return times
 

@@ -121,6 +121,8 @@ def interleaved(shape: Shape, rank: int) -> Program:
     else:
         _steady(program, mine, warmup, steady)
     for k in range(steady, mine.total):
+        if shape.overlap_p2p:  # with groups above pp the last rank has received ahead
+            _post_wait(program, (), (mine.backward_in(k),))
         program.append(mine.backward(k))
         exchange(program, mine.backward_out(k), mine.next_gradient(k))
     return program
@@ -153,9 +155,7 @@ def _steady_overlapped(program: Program, mine: _Rank, warmup: int, steady: int) 
         gradient = mine.backward_out(k)
         _post_wait(program, (gradient, mine.next_gradient(k)), (sent,))
         sent = gradient
-    if steady:
-        following = mine.backward_in(steady) if steady < mine.total else -1
-        _post_wait(program, (), (sent, following))
+    _post_wait(program, (), (sent,))
 
 
 def _post_wait(program: Program, posts: tuple[int, ...], waits: tuple[int, ...]) -> None:

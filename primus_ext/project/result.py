@@ -143,6 +143,26 @@ class Throughput:
     """low, high (seconds per step) and level."""
 
 
+@dataclasses.dataclass(frozen=True, slots=True, order=True)
+class Row:
+    """Equal collectives of one step, on every rank of the pipeline ranks that are named."""
+
+    pp_ranks: tuple[int, ...]
+    direction: str
+    """forward, backward, recompute, reduce (of gradients), gather (of parameters) or step."""
+    kind: str
+    """As :class:`primus_ext.trace.CollectiveKind`, with send and recv apart."""
+    group: str
+    size: int
+    """Ranks of the group."""
+    bytes: int
+    """Of one of them, as :attr:`primus_ext.trace.Collective.bytes`."""
+    dtype: str
+    asynchronous: bool
+    """Issued with a handle that is waited for later."""
+    count: int
+
+
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Projection:
     """Everything that ``projection.json`` holds."""
@@ -159,4 +179,7 @@ class Projection:
     not_modelled: tuple[str, ...]
     warnings: tuple[str, ...]
     provenance: dict[str, Any]
+    collectives: tuple[Row, ...] = ()
+    """Every collective of one step; empty where they are more than
+    :data:`primus_ext.project.inventory.MOST_ROWS` rows."""
     schema_version: int = SCHEMA_VERSION

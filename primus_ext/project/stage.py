@@ -7,11 +7,13 @@ from collections.abc import Sequence
 
 from primus_ext.cost.model import CostModel
 from primus_ext.cost.priced import CostError
-from primus_ext.project import sharded
+from primus_ext.project import lanes, sharded
 from primus_ext.project.ledger import Kind, Ledger, TermName
 from primus_ext.trace import (
     Call,
+    ChunkTrace,
     Collective,
+    CollectiveKind,
     Family,
     Op,
     RankTrace,
@@ -36,9 +38,8 @@ _GROUPS = {"tp": TermName.TENSOR, "cp": TermName.CONTEXT, "ep": TermName.EXPERT,
            "etp": TermName.EXPERT, "tp_ep": TermName.EXPERT, "pp": TermName.P2P,
            "dp": TermName.DATA, "dp_cp": TermName.DATA, "expert_dp": TermName.DATA}  # fmt: skip
 _EDGES = (ScopeKind.EMBEDDING, ScopeKind.OUTPUT, ScopeKind.OTHER)
-# After one of these an asynchronous collective is waited for.
-_HIDES = (Family.GEMM, Family.GROUPED_GEMM, Family.ATTENTION)
 _REMOTE = (Family.COLLECTIVE, Family.P2P)
+_SHARDS = (CollectiveKind.ALL_GATHER, CollectiveKind.REDUCE_SCATTER)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -100,91 +101,67 @@ class Pricer:
         return ranks
 
 
-class _Stream:
-    """Walks calls in order: a compute stream, and what runs beside it.
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Entry:
+    """One call, and where its seconds go."""
 
-    Calls that name a stream run there, in order, after what they wait for; collectives of one
-    group run one at a time, as one communicator does.  The host is ahead of the device: it issues
-    everything in time.  An asynchronous collective that names no stream runs on a stream of its
-    own until the next matrix product or attention.
+    call: Call
+    scope: ScopeKind | None
+    ledger: Ledger
+
+
+class _Stream:
+    """Accounts for calls in the order in which the host issues them; it is ahead of the device.
+
+    Busy seconds are those of each call, exposed ones its share of the duration
+    (:func:`lanes.shares`).  At the end everything that is still pending is waited for.
     """
 
-    def __init__(self, pricer: Pricer, ops: Sequence[Op], ledger: Ledger) -> None:
-        self._pricer, self._ops, self.ledger = pricer, ops, ledger
-        self._time = self._link_free = 0.0
-        self._pending: list[tuple[float, TermName]] = []
-        self._ends: dict[str, list[float]] = {"": []}
-        self._free: dict[str, float] = {}
+    def __init__(self, pricer: Pricer, ops: Sequence[Op]) -> None:
+        self._pricer, self._ops = pricer, ops
 
-    def run(self, calls: Sequence[Call], scope: ScopeKind | None) -> None:
-        """Account for ``calls``; what is still pending at their end is waited for."""
-        for call in calls:
-            op = self._ops[call.op]
-            if call.stream:
-                self._beside(op, call)
-                continue
-            for stream, behind in call.waits:
-                self._reach(self._end(stream, behind))
-            if op.family in _REMOTE and op.collective is not None:
-                self._communicate(op, op.collective, call, scope)
-            else:
-                self._compute(op, call, scope)
-            self._ends[""].append(self._time)
-        self._wait()
+    def run(self, calls: Sequence[Call], scope: ScopeKind | None) -> Ledger:
+        """Account for the calls of one part of the model."""
+        ledger = Ledger()
+        self.account([_Entry(call, scope, ledger) for call in calls])
+        return ledger
 
-    def _end(self, stream: str, behind: int) -> float:
-        """When all calls on a stream were done but the last ``behind``."""
-        ends = self._ends.get(stream, [])
-        return ends[-1 - behind] if behind < len(ends) else 0.0
+    def account(self, entries: Sequence[_Entry]) -> None:
+        """Account for calls of several parts, which may overlap."""
+        queues: dict[str, list[int]] = {}
+        tasks = []
+        for place, entry in enumerate(entries):
+            task = self._task(entry.call, queues)
+            tasks.append(task)
+            name = task.lane if task.asynchronous else entry.call.stream
+            queues.setdefault(name, []).append(place)
+        names = [self._names(entry) for entry in entries]
+        for entry, (term, _), task in zip(entries, names, tasks, strict=True):
+            entry.ledger.hidden(term, task.seconds)
+        for place, seconds in lanes.shares(tasks):
+            entries[place].ledger.waited(*names[place], seconds)
 
-    def _reach(self, end: float) -> None:
-        if end > self._time:
-            self.ledger.waited(TermName.DATA, Kind.COMMUNICATION, end - self._time)
-            self._time = end
-
-    def _beside(self, op: Op, call: Call) -> None:
-        seconds = self._pricer.seconds(call.op)
-        start = max([self._end(call.stream, 0), *(self._end(s, b) for s, b in call.waits)])
-        if op.collective is not None:
-            group = op.collective.group
-            start = max(start, self._free.get(group, 0.0))
-            self._free[group] = start + seconds
-        self.ledger.hidden(TermName.DATA, seconds)
-        self._ends.setdefault(call.stream, []).append(start + seconds)
-
-    def _compute(self, op: Op, call: Call, scope: ScopeKind | None) -> None:
-        seconds = self._pricer.seconds(call.op)
-        kind = _KINDS.get(op.family, Kind.MEMORY)
-        self.ledger.work(_compute_term(op, call, scope), kind, seconds)
-        self._time += seconds
-        if op.family in _HIDES:
-            self._wait()
-
-    def _communicate(
-        self, op: Op, collective: Collective, call: Call, scope: ScopeKind | None
-    ) -> None:
-        # a send and the matching receive run at the same time; the receive is what one waits for
+    def _task(self, call: Call, queues: dict[str, list[int]]) -> lanes.Task:
+        op, seconds = self._ops[call.op], self._pricer.seconds(call.op)
+        remote = op.collective if op.family in _REMOTE else None
         if op.family is Family.P2P and op.name.endswith("send"):
-            return
-        term = _remote_term(collective, call, scope)
-        seconds = self._pricer.seconds(call.op)
-        start = max(self._time, self._link_free)
-        self._link_free = start + seconds
-        if collective.asynchronous or op.family is Family.P2P:
-            self.ledger.hidden(term, seconds)
-            self._pending.append((self._link_free, term))
-            return
-        self._wait()
-        self.ledger.work(term, Kind.COMMUNICATION, seconds)
-        self._time = self._link_free
+            # it runs at the same time as the matching receive, which is what one waits for
+            seconds = 0.0
+        waited = ((queues.get(name, ()), behind) for name, behind in call.waits)
+        return lanes.Task(
+            seconds=seconds,
+            stream=call.stream,
+            lane=lanes.DEVICE if remote is None else remote.group,
+            asynchronous=remote is not None and remote.asynchronous,
+            # what is not in the list was over before it
+            after=tuple(queue[-1 - behind] for queue, behind in waited if behind < len(queue)),
+        )
 
-    def _wait(self) -> None:
-        """Wait for everything that runs beside the compute stream."""
-        for end, term in self._pending:
-            if end > self._time:
-                self.ledger.waited(term, Kind.COMMUNICATION, end - self._time)
-                self._time = end
-        self._pending.clear()
+    def _names(self, entry: _Entry) -> tuple[TermName, Kind]:
+        op = self._ops[entry.call.op]
+        if op.family in _REMOTE and op.collective is not None:
+            return _remote_term(op.collective, entry.call, entry.scope), Kind.COMMUNICATION
+        return _compute_term(op, entry.call, entry.scope), _KINDS.get(op.family, Kind.MEMORY)
 
 
 def _compute_term(op: Op, call: Call, scope: ScopeKind | None) -> TermName:
@@ -203,7 +180,7 @@ def _remote_term(collective: Collective, call: Call, scope: ScopeKind | None) ->
     return _GROUPS.get(collective.group, TermName.OTHER)
 
 
-def _whole_step(pricer: Pricer, trace: RankTrace, microbatches: int) -> StageTimes:
+def _whole_step(stream: _Stream, trace: RankTrace, microbatches: int) -> StageTimes:
     """A step whose microbatches differ and overlap each other; its mean microbatch.
 
     Every part runs in its place, forward and then backward, on streams that go on from one
@@ -214,28 +191,23 @@ def _whole_step(pricer: Pricer, trace: RankTrace, microbatches: int) -> StageTim
     often = sharded.weights(len(recorded), microbatches)
     if len(often) > len(recorded):
         recorded.insert(1, recorded[1])
+    # the step before: what it started may still run
+    entries = [_Entry(call, None, Ledger()) for call in trace.step]
     ahead, back, step = Ledger(), Ledger(), Ledger()
-    stream = _Stream(pricer, trace.ops, Ledger())
-    stream.run(trace.step, None)  # of the step before: what it started may still run
+    shares: list[tuple[Ledger, Ledger, float]] = []
     for microbatch, weight in zip(recorded, often, strict=True):
         if not weight:
             continue
-        placed = _in_order(microbatch.segments or chunk.segments)
-        for total, parts in ((ahead, placed), (back, placed[::-1])):
-            stream.ledger = Ledger()
-            for segment in parts:
-                calls = segment.forward if total is ahead else segment.backward
-                stream.run(calls, segment.kind)
-            total.add(stream.ledger, weight / microbatches)
-    stream.ledger = step
-    stream.run(trace.step, None)
+        placed = _placed(microbatch.segments or chunk.segments)
+        forward, backward = Ledger(), Ledger()
+        entries += [_Entry(call, s.kind, forward) for s in placed for call in s.forward]
+        entries += [_Entry(call, s.kind, backward) for s in placed[::-1] for call in s.backward]
+        shares += [(ahead, forward, weight), (back, backward, weight)]
+    entries += [_Entry(call, None, step) for call in trace.step]
+    stream.account(entries)
+    for total, one, weight in shares:
+        total.add(one, weight / microbatches)
     return StageTimes((ChunkTimes(ahead, back),), step)
-
-
-def _in_order(segments: Sequence[Segment]) -> list[Segment]:
-    """Every occurrence of every segment, in the order of the forward."""
-    placed = [(place, segment) for segment in segments for place in segment.places]
-    return [segment for _, segment in sorted(placed, key=lambda pair: pair[0])]
 
 
 def price(cost: CostModel, trace: RankTrace, microbatches: int = 1) -> StageTimes:
@@ -250,18 +222,44 @@ def price(cost: CostModel, trace: RankTrace, microbatches: int = 1) -> StageTime
         CostError: An op or collective has no price.
         ClusterError: The accelerator lacks a precision that the trace uses.
     """
-    pricer = Pricer(cost, trace)
+    stream = _Stream(Pricer(cost, trace), trace.ops)
     if trace.chunks[0].microbatches:
-        return _whole_step(pricer, trace, microbatches)
+        return _whole_step(stream, trace, microbatches)
     chunks = []
     for chunk in trace.chunks:
+        if _parts_overlap(trace, chunk):
+            chunks.append(_in_order(stream, chunk))
+            continue
         ahead, back = Ledger(), Ledger()
         for segment in chunk.segments:
-            for total, calls in ((ahead, segment.forward), (back, segment.backward)):
-                one = Ledger()
-                _Stream(pricer, trace.ops, one).run(calls, segment.kind)
-                total.add(one, segment.count)
+            ahead.add(stream.run(segment.forward, segment.kind), segment.count)
+            back.add(stream.run(segment.backward, segment.kind), segment.count)
         chunks.append(ChunkTimes(ahead, back))
-    step = Ledger()
-    _Stream(pricer, trace.ops, step).run(trace.step, None)
-    return StageTimes(tuple(chunks), step)
+    return StageTimes(tuple(chunks), stream.run(trace.step, None))
+
+
+def _parts_overlap(trace: RankTrace, chunk: ChunkTrace) -> bool:
+    """Whether parameters are gathered, or gradients reduced, inside a microbatch (FSDP)."""
+    used = {
+        (found.group, found.kind)
+        for segment in chunk.segments
+        for call in (*segment.forward, *segment.backward)
+        if (found := trace.ops[call.op].collective) is not None
+    }
+    return any(_GROUPS.get(group) is TermName.DATA and kind in _SHARDS for group, kind in used)
+
+
+def _in_order(stream: _Stream, chunk: ChunkTrace) -> ChunkTimes:
+    """A microbatch whose parts overlap: every part in its place, forward and then backward."""
+    placed = _placed(chunk.segments)
+    ahead, back = Ledger(), Ledger()
+    entries = [_Entry(call, s.kind, ahead) for s in placed for call in s.forward]
+    entries += [_Entry(call, s.kind, back) for s in reversed(placed) for call in s.backward]
+    stream.account(entries)
+    return ChunkTimes(ahead, back)
+
+
+def _placed(segments: Sequence[Segment]) -> list[Segment]:
+    """Every occurrence of every segment, in the order of the forward."""
+    placed = [(place, segment) for segment in segments for place in segment.places]
+    return [segment for _, segment in sorted(placed, key=lambda pair: pair[0])]

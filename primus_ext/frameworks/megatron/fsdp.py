@@ -60,7 +60,7 @@ def record(
     model[0].train()
     # A rerun's copies of the batches lie in host memory; the virtual device would count them.
     get_rerun_state_machine().mode = RerunMode.DISABLED
-    recorder.with_streams = True
+    recorder.continuous = True
     scopes = Scopes(recorder, parts.parts(bare), before_others=True)
     held = sum(_local(p).numel() for p in bare.parameters())
     _, total, active = parts.counts([bare], args, config)

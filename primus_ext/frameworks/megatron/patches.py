@@ -10,6 +10,7 @@ from typing import Any
 
 from primus_ext.emulate import fused, session
 from primus_ext.emulate.registry import patch
+from primus_ext.observe import recorder
 
 _CORE = "megatron-core 0.19"
 
@@ -76,3 +77,22 @@ def _connections(module: Any) -> None:
         return original(args, *rest, **kwargs)
 
     module.validate_args = validate_args
+
+
+@patch("megatron.core.tensor_parallel.random", "CheckpointWithoutOutput._recompute",
+       group="megatron", versions=_CORE,
+       reason="work that is done again inside the backward is recorded as such")
+def _again(module: Any) -> None:
+    recompute = module.CheckpointWithoutOutput._recompute
+
+    def marked(self: Any, *args: Any) -> Any:
+        active = recorder.current()
+        if active is None:
+            return recompute(self, *args)
+        before, active.phase = active.phase, "recompute"
+        try:
+            return recompute(self, *args)
+        finally:
+            active.phase = before
+
+    module.CheckpointWithoutOutput._recompute = marked

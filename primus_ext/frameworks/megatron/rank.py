@@ -22,6 +22,7 @@ from primus_ext.frameworks.megatron import (
     roles,
     routing,
     settle,
+    synchronisation,
 )
 from primus_ext.observe.recorder import Recorder
 from primus_ext.observe.scopes import Scopes
@@ -194,6 +195,7 @@ def _record(
         with contextlib.nullcontext() if quantized or args.num_experts else probe.thinned(chunk):
             microbatch.record(makers[index], recorder.memory, index, [], first=True)
     recorder.forget()
+    synchronisation.mark(recorder, model)
     losses: list[Any] = []
     chunks: list[ChunkTrace] = []
     for index, first in enumerate(same):
@@ -218,6 +220,7 @@ def _record(
             dataclasses.replace(chunk, memory=in_flight[first])
             for chunk, first in zip(chunks, same, strict=True)
         ]
+    step, sync, gathers = synchronisation.apart(recorder, args, model, step)
     ops = tuple(recorder.ops)
     if session.current().request.get("origins", True):
         distinct = [chunks[index] for index in sorted(set(same))]
@@ -230,7 +233,8 @@ def _record(
         ops=ops,
         chunks=tuple(chunks),
         step=step,
-        buckets=_buckets(model, recorder),
+        sync=sync,
+        buckets=_buckets(model, recorder, gathers),
         parameters=local,
         global_parameters=total,
         active_parameters=active,
@@ -247,7 +251,7 @@ def _leave_parameters_alone(chunk: Any) -> None:
     chunk.start_param_sync = lambda *args, **kwargs: None
 
 
-def _buckets(model: list[Any], recorder: Recorder) -> tuple[Bucket, ...]:
+def _buckets(model: list[Any], recorder: Recorder, gathers: int) -> tuple[Bucket, ...]:
     """Every gradient bucket of the data-parallel wrapper, in the order the backward fills them."""
     found = []
     for index, chunk in enumerate(model):
@@ -265,6 +269,7 @@ def _buckets(model: list[Any], recorder: Recorder) -> tuple[Bucket, ...]:
                         if params is None
                         else params.numel() * params.element_size(),
                         chunk=index,
+                        gathers=gathers,
                     )
                 )
     return tuple(found)
