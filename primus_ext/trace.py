@@ -23,6 +23,7 @@ class Family(StrEnum):
     QUANTIZE = "quantize"
     COLLECTIVE = "collective"
     P2P = "p2p"
+    TRANSFER = "transfer"  # copy between host and device memory (attr direction: d2h or h2d)
     HOST = "host"  # no device work: views, metadata, host synchronisation
 
 
@@ -218,6 +219,8 @@ class ChunkMemory:
     inflight_backward_peak_bytes: int | None = None
     """Highest point inside a backward while a later microbatch is in flight, above the state
     without this microbatch.  None: ``backward_peak_bytes``."""
+    host_bytes: int = 0
+    """Of host memory, held from the end of the forward to the backward (offloaded tensors)."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -244,6 +247,8 @@ class StaticMemory:
     """Kernel workspaces and caches the framework keeps (cuBLAS, Transformer Engine)."""
     step_peak_bytes: int
     """Highest point of gradient finalisation and optimizer step above the static tensors."""
+    host_bytes: int = 0
+    """Tensors in host memory (offloaded optimizer state, pools), not part of the others."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

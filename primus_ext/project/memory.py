@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from primus_ext.cluster import Cluster
 from primus_ext.plan import Plan
-from primus_ext.project import allocator_config, inflight, outside, tight
+from primus_ext.project import allocator_config, host, inflight, outside, tight
 from primus_ext.project.footprint import footprint, replayable
 from primus_ext.project.programs import Shape
 from primus_ext.project.result import Memory, MemoryParts, RoleMemory
@@ -42,7 +42,8 @@ def per_role(
     return tuple(
         _role(plan, trace, cluster, rank, shape, short, sizes,
               inflight.peak(short, order[rank], rank, [c.memory for c in trace.chunks], sizes,
-                            shape.microbatches - short.microbatches))
+                            shape.microbatches - short.microbatches),
+              host.peak(trace, order[rank]))
         for rank, trace in enumerate(stages)
     )  # fmt: skip
 
@@ -62,7 +63,7 @@ def outside_bytes(trace: RankTrace, cluster: Cluster) -> int:
 
 def _role(
     plan: Plan, trace: RankTrace, cluster: Cluster, rank: int, shape: Shape, short: Shape,
-    sizes: Sequence[int], moment: inflight.Moment,
+    sizes: Sequence[int], moment: inflight.Moment, host_bytes: int,
 ) -> RoleMemory:
     static = trace.static
     chunks = [chunk.memory for chunk in trace.chunks]
@@ -105,6 +106,7 @@ def _role(
         allocator_bytes=found and found.reserved_bytes,
         timeline=found and found.timeline,
         top_allocations=found.top_allocations if found else (),
+        host_bytes=host_bytes,
     )
 
 

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.utils._pytree import tree_iter
 
+from primus_ext.observe import host_memory
 from primus_ext.observe.recorder import Recorder
 from primus_ext.trace import StaticEvents, StaticMemory
 
@@ -85,6 +86,7 @@ class StaticSizes:
             optimizer=self.optimizer,
             workspaces=recorder.memory.live - static - leftovers,
             step_peak_bytes=step_peak,
+            host_bytes=recorder.host.live,
         )
 
     def events(
@@ -150,7 +152,7 @@ def static(recorder: Recorder, bare: list[Any], model: list[Any], optimizer: Any
     tensors = {
         "parameters": weights,
         "gradients": [b.grad_data for b in buffers],
-        "optimizer": _optimizer_tensors(optimizer),
+        "optimizer": _optimizer_tensors(recorder, optimizer),
     }
     sizes, numbers, log = {}, {}, recorder.memory.logs.setup
     for part, members in tensors.items():
@@ -160,12 +162,19 @@ def static(recorder: Recorder, bare: list[Any], model: list[Any], optimizer: Any
     return StaticSizes(**sizes, live=recorder.memory.live, numbers=numbers)
 
 
-def _optimizer_tensors(optimizer: Any) -> list[torch.Tensor]:
-    """Main parameters and states of every optimizer below a (chained) Megatron optimizer."""
+def _optimizer_tensors(recorder: Recorder, optimizer: Any) -> list[torch.Tensor]:
+    """Main parameters and states in device memory, of every optimizer below a Megatron one."""
     found: list[torch.Tensor] = []
     for member in getattr(optimizer, "chained_optimizers", [optimizer]):
         inner = getattr(member, "optimizer", member)
         for group in inner.param_groups:
             found += [p.data for p in group["params"]]
         found += [t for t in tree_iter(list(inner.state.values())) if isinstance(t, torch.Tensor)]
-    return found
+    stored = [data for tensor in found for data in _data_of(tensor)]
+    return [t for t in stored if not host_memory.holds(recorder, t)]
+
+
+def _data_of(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """What a tensor is stored in: quantized ones (Transformer Engine) hold several."""
+    parts = tensor.get_data_tensors() if hasattr(tensor, "get_data_tensors") else (tensor,)
+    return [part for part in parts if part is not None]

@@ -62,6 +62,8 @@ class Microbatch:
         self._gradient: Any = None
         self._output: Any = None
         self._tokens: Any = None
+        self.host_bytes = 0
+        """Held in host memory from the end of the forward to the backward."""
         self.boundary = 0
         """Bytes of the activation sent to the next stage (0 on the last)."""
         self.stub = 0
@@ -82,6 +84,7 @@ class Microbatch:
             if hasattr(module, "is_first_microbatch"):  # Transformer Engine's layers keep it
                 module.is_first_microbatch = first
         config, peak = self._config, self._recorder.memory
+        on_host = self._recorder.host.live
         with self._chunk.no_sync(), self._recorder.collect("forward") as calls:
             self._received = None if self.has_embedding else _boundary(config, requires_grad=True)
             self._output, self._tokens = schedules.forward_step(
@@ -91,6 +94,7 @@ class Microbatch:
                 is_last_stage=self.has_output,
             )  # fmt: skip
         self.forward_peaks = peak.fresh_peak, peak.peak
+        self.host_bytes = self._recorder.host.live - on_host
         if not self.has_output:
             output = _tensors(self._output)[0]
             self._note("output", output)
@@ -174,6 +178,7 @@ def record(make: Callable[[list[Any]], Microbatch], memory: LiveBytes, index: in
         stub_bytes=one.stub,
         leftover_bytes=memory.live - base - logged,
         forward_peak_after_bytes=one.forward_peaks[1] - base,
+        host_bytes=one.host_bytes,
     )
     return ChunkTrace(
         vpp_stage=index,

@@ -143,7 +143,6 @@ def _model(args: Any, config: Any) -> Model:
 _UNSUPPORTED = {
     "use_torch_fsdp2": "torch FSDP2",
     "use_megatron_fsdp": "Megatron-FSDP",
-    "optimizer_cpu_offload": "the optimizer's offload to the host",
 }
 
 

@@ -1,0 +1,73 @@
+"""Host memory on a virtual device whose own tensors are CPU tensors (offloading).
+
+A program asks for host memory with ``device="cpu"``, ``pin_memory=True``, ``.cpu()`` or
+``.to("cpu")``.  A ``torch.device("cpu")`` object says nothing, as the virtual device's own tensors
+answer with it too; offloading code pins what it makes with one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from primus_ext.observe import host_memory, recorder
+
+
+def asked_for(kwargs: dict[str, Any]) -> bool:
+    """Whether the keyword arguments of a factory function ask for host memory."""
+    device = kwargs.get("device")
+    return bool(kwargs.get("pin_memory")) or (
+        isinstance(device, str) and device.partition(":")[0] == "cpu"
+    )
+
+
+def placed(kwargs: dict[str, Any]) -> contextlib.AbstractContextManager[None]:
+    """Where the results of a factory function with these keyword arguments lie."""
+    observed = recorder.current() is not None and asked_for(kwargs)
+    return host_memory.in_host_memory() if observed else contextlib.nullcontext()
+
+
+def is_on_host(tensor: torch.Tensor) -> bool:
+    """Whether the observed program put this tensor into host memory."""
+    active = recorder.current()
+    return active is not None and host_memory.holds(active, tensor)
+
+
+def to_device(tensor: torch.Tensor, *_args: Any, **_kwargs: Any) -> torch.Tensor:
+    """``Tensor.cuda``: a copy of what lies in host memory, else the tensor itself."""
+    return host_memory.copied_to_device(tensor) if is_on_host(tensor) else tensor
+
+
+def to_host(tensor: torch.Tensor, *_args: Any, **_kwargs: Any) -> torch.Tensor:
+    """``Tensor.cpu``: a copy of what lies in device memory, else the tensor itself."""
+    if recorder.current() is None or is_on_host(tensor) or not tensor.is_cuda:
+        return tensor
+    return host_memory.copied_to_host(tensor)
+
+
+def pinned(tensor: torch.Tensor, *_args: Any, **_kwargs: Any) -> torch.Tensor:
+    """``Tensor.pin_memory``: host memory again, of the same size."""
+    return host_memory.copied_to_host(tensor) if is_on_host(tensor) else tensor
+
+
+def moved(
+    func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], target: Any
+) -> Any:
+    """``Tensor.to`` between host and device.
+
+    Args:
+        func: ``Tensor.to`` itself, which still changes the dtype.
+        args: Its arguments with the device replaced.
+        kwargs: Its keyword arguments with the device replaced.
+        target: The device asked for: a string or ``torch.device``.
+    """
+    tensor = args[0]
+    name = target if isinstance(target, str) else None
+    if name is not None and name.partition(":")[0] == "cpu":
+        tensor = to_host(tensor)
+    elif is_on_host(tensor):
+        tensor = to_device(tensor)
+    return func(tensor, *args[1:], **kwargs)
