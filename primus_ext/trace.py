@@ -45,6 +45,9 @@ class ScopeKind(StrEnum):
     EMBEDDING = "embedding"
     DENSE_LAYER = "dense_layer"
     MOE_LAYER = "moe_layer"
+    MAMBA_LAYER = "mamba_layer"
+    ATTENTION_LAYER = "attention_layer"  # of a hybrid model: attention without an MLP
+    MLP_LAYER = "mlp_layer"  # of a hybrid model: an MLP without attention
     MTP_LAYER = "mtp_layer"
     OUTPUT = "output"  # final norm, output layer and loss
     OTHER = "other"  # batch fetch and what else lies between the layers

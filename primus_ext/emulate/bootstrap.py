@@ -90,7 +90,15 @@ def _left(session: sessions.Session, leaving: SystemExit) -> None:
 
 def install(request: dict[str, Any]) -> None:
     """Put the virtual world in place; before anything of the frameworks is imported."""
-    from primus_ext.emulate import apex_wgrad, registry, te, tripwire, triton_kernels, virtual_cuda
+    from primus_ext.emulate import (
+        apex_wgrad,
+        mamba,
+        registry,
+        te,
+        tripwire,
+        triton_kernels,
+        virtual_cuda,
+    )
 
     world, local = int(request["world_size"]), int(request["gpus_per_node"])
     os.environ.update(
@@ -103,6 +111,7 @@ def install(request: dict[str, Any]) -> None:
     virtual_cuda.install(virtual_cuda.DeviceProfile(device_count=local, **device))
     te.install(compute_capability=device["compute_capability"])
     apex_wgrad.install()
+    mamba.install()
     registry.apply_all(triton_kernels.GROUP)
     tripwire.arm()
     for framework in request["frameworks"]:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils._pytree import tree_iter
 
-from primus_ext.observe import classify_c10d, classify_te
+from primus_ext.observe import classify_c10d, classify_mamba, classify_te
 from primus_ext.observe.specs import attention_op, dtype_name, gemm_op, moved_bytes, spec
 from primus_ext.trace import Family, Op
 
@@ -62,6 +62,8 @@ def classify(
         return classify_c10d.classify(name, func, args, kwargs, recorder)
     if func.namespace == "primus_te":
         return classify_te.classify(name, func, args, kwargs, produced)
+    if func.namespace == "primus_mamba":
+        return classify_mamba.classify(name, func, args, kwargs)
     gemm = _GEMMS.get(name)
     if gemm is not None:
         return gemm(name, args, produced[0] if produced else None)

@@ -24,6 +24,9 @@ AGREEMENT = 0.01
 """Share of the peak by which replay and composition may differ: the exchanges between stages and
 a few boundary activations; more means that one of them has another program in mind."""
 
+_LAYERS = (ScopeKind.DENSE_LAYER, ScopeKind.MOE_LAYER, ScopeKind.MAMBA_LAYER,
+           ScopeKind.ATTENTION_LAYER, ScopeKind.MLP_LAYER)  # fmt: skip
+
 
 def per_role(
     plan: Plan, stages: Sequence[RankTrace], cluster: Cluster, shape: Shape
@@ -117,7 +120,7 @@ def role_name(plan: Plan, trace: RankTrace, rank: int) -> str:
     for chunk in trace.chunks:
         for segment in chunk.segments:
             counts[segment.kind] += segment.count
-    recorded = counts[ScopeKind.DENSE_LAYER] + counts[ScopeKind.MOE_LAYER]
+    recorded = sum(counts[kind] for kind in _LAYERS)
     layers = sum(held[rank]) if held else recorded
     words = ["embedding"] if counts[ScopeKind.EMBEDDING] else []
     words += [f"{layers} layer{'' if layers == 1 else 's'}"] if layers else []
