@@ -16,18 +16,27 @@ import torch
 from primus_ext.observe import host_memory, recorder
 
 
-def asked_for(kwargs: dict[str, Any]) -> bool:
-    """Whether the keyword arguments of a factory function ask for host memory."""
+def asked_for(kwargs: dict[str, Any]) -> bool | None:
+    """Whether the keyword arguments of a factory function ask for host memory; None: for neither.
+
+    Args:
+        kwargs: As the program gave them.
+    """
     device = kwargs.get("device")
-    return bool(kwargs.get("pin_memory")) or (
-        isinstance(device, str) and device.partition(":")[0] == "cpu"
-    )
+    if kwargs.get("pin_memory"):
+        return True
+    if isinstance(device, str):
+        return device.partition(":")[0] == "cpu"
+    is_device = type(device) is int or (device is not None and device.type == "cuda")
+    return False if is_device or device is torch.cuda.current_device() else None
 
 
 def placed(kwargs: dict[str, Any]) -> contextlib.AbstractContextManager[None]:
     """Where the results of a factory function with these keyword arguments lie."""
-    observed = recorder.current() is not None and asked_for(kwargs)
-    return host_memory.in_host_memory() if observed else contextlib.nullcontext()
+    if not kwargs or recorder.current() is None:
+        return contextlib.nullcontext()
+    on_host = asked_for(kwargs)
+    return contextlib.nullcontext() if on_host is None else host_memory.placed(on_host)
 
 
 def is_on_host(tensor: torch.Tensor) -> bool:

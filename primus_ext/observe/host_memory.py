@@ -2,7 +2,7 @@
 
 On the virtual device every tensor is a CPU tensor.  Those that a program puts into host memory on
 purpose (offloading) are known by their storage: the storage of a tensor made inside
-:func:`in_host_memory`, or by an op whose tensor arguments all lie there.
+:func:`placed`, or by an op whose tensor arguments all lie there.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from primus_ext.trace import Family, Op
 if TYPE_CHECKING:
     from primus_ext.observe.recorder import Recorder
 
-_depth = 0
+_asked: list[bool] = []
+"""Where the enclosing calls asked for their results: True for host memory."""
 
 
 @contextlib.contextmanager
-def in_host_memory() -> Iterator[None]:
-    """Tensors that are made inside lie in host memory."""
-    global _depth
-    _depth += 1
+def placed(on_host: bool) -> Iterator[None]:
+    """Tensors that are made inside lie in host memory, or in device memory."""
+    _asked.append(on_host)
     try:
         yield
     finally:
-        _depth -= 1
+        _asked.pop()
 
 
 def holds(recorder: Recorder, tensor: torch.Tensor) -> bool:
@@ -45,8 +45,8 @@ def made_on_host(recorder: Recorder, args: tuple, kwargs: dict) -> bool:
 
     Scalars (0-dim tensors) don't decide where an op runs, as in torch itself.
     """
-    if _depth:
-        return True
+    if _asked:
+        return _asked[-1]
     if not recorder.host.tracked:
         return False
     read = [t for t in tree_iter((args, kwargs)) if isinstance(t, torch.Tensor)]
@@ -82,7 +82,7 @@ def by_host(op: Op) -> Op:
 def copied_to_host(tensor: torch.Tensor) -> torch.Tensor:
     """A copy in host memory, without gradient history."""
     with torch.no_grad():
-        with in_host_memory():
+        with placed(on_host=True):
             copy = torch.empty_like(tensor)
         return copy.copy_(tensor)
 
@@ -90,5 +90,6 @@ def copied_to_host(tensor: torch.Tensor) -> torch.Tensor:
 def copied_to_device(tensor: torch.Tensor) -> torch.Tensor:
     """A copy in device memory, without gradient history."""
     with torch.no_grad():
-        copy = torch.empty(tensor.shape, dtype=tensor.dtype)
+        with placed(on_host=False):
+            copy = torch.empty_like(tensor)
         return copy.copy_(tensor)

@@ -11,6 +11,7 @@ from typing import Any
 from primus_ext.emulate import registry, session
 from primus_ext.frameworks.megatron import (  # noqa: F401  (declare)
     chunk_sort,
+    offloading,
     patches,
     routing,
     shapes,

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_iter
 
-from primus_ext.frameworks.megatron import plans
+from primus_ext.frameworks.megatron import offloading, plans
 from primus_ext.observe.allocations import Log
 from primus_ext.observe.recorder import LiveBytes, Recorder
 from primus_ext.observe.scopes import OUTPUT, Scopes, segments
@@ -142,6 +142,7 @@ class Microbatch:
             self._note("input_gradient", self._received.grad)
             recorder.memory.untrack(_tensors(transfers))
         self._received = self._gradient = self._output = self._tokens = None
+        offloading.end_of_step(config)
         gc.collect()
         return calls
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from primus_ext import __version__
 from primus_ext.emulate.session import ProgramError, current
-from primus_ext.frameworks.megatron import roles
+from primus_ext.frameworks.megatron import offloading, roles
 from primus_ext.plan import Batch, Model, Parallelism, Plan, Precision, ProgramRef, Recompute
 
 _PACKAGES = ("torch", "megatron-core", "transformer-engine", "hydra-core")
@@ -158,6 +158,26 @@ def refuse_unsupported(args: Any) -> None:
                 f"{name}=True can't be projected by this version, which has no model of {words}; "
                 f"legal: {name}=False"
             )
+    refuse_partly_supported(args)
+
+
+def refuse_partly_supported(args: Any) -> None:
+    """Refuse values and combinations by name.
+
+    Raises:
+        ProgramError: one of them is asked for.
+    """
+    offloading.refuse_unsupported(args)
+    if args.cuda_graph_impl != "none":
+        raise ProgramError(
+            f"cuda_graph_impl={args.cuda_graph_impl} can't be projected by this version, which has "
+            "no model of the memory pools that CUDA graphs keep; legal: none"
+        )
+    if args.optimizer == "adaptive_muon":
+        raise ProgramError(
+            "optimizer=adaptive_muon can't be projected: megatron-core 0.19's class fails with "
+            "emerging-optimizers 0.3; legal: adam, sgd, muon, lion, soap"
+        )
 
 
 def require_format(plan: Plan, request: dict[str, Any]) -> None:
