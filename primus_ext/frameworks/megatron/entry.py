@@ -15,6 +15,7 @@ from primus_ext.frameworks.megatron import (  # noqa: F401  (declare)
     patches,
     routing,
     shapes,
+    validation_gaps,
     world_patches,
 )
 from primus_ext.trace import RankTrace, to_plain

@@ -173,6 +173,11 @@ def refuse_partly_supported(args: Any) -> None:
             f"cuda_graph_impl={args.cuda_graph_impl} can't be projected by this version, which has "
             "no model of the memory pools that CUDA graphs keep; legal: none"
         )
+    if getattr(args, "sft", False):
+        raise ProgramError(
+            "sft=True can't be projected by this version: its batches pack documents, whose "
+            "lengths are in the data; legal: sft=False, which trains on whole sequences"
+        )
     if args.optimizer == "adaptive_muon":
         raise ProgramError(
             "optimizer=adaptive_muon can't be projected: megatron-core 0.19's class fails with "
