@@ -42,7 +42,8 @@ def test_offloaded_gradients_and_parameters_cross_the_host_link(
         for call in one.trace.step:
             op = one.trace.ops[call.op]
             if op.family == "transfer":
-                moved[str(op.attr("direction"))] = moved.get(str(op.attr("direction")), 0) + op.bytes
+                direction = str(op.attr("direction"))
+                moved[direction] = moved.get(direction, 0) + op.bytes
         assert moved == {"d2h": 4 * shard(one, dp=2), "h2d": 2 * shard(one, dp=2)}
 
 

@@ -35,18 +35,20 @@ class MambaSplitConv1dScanCombinedFn(torch.autograd.Function):
     def forward(ctx: Any, zxbcdt: Any, conv_weight: Any, conv_bias: Any, dt_bias: Any, a: Any,
                 d: Any, chunk: int, silu: bool, heads: int, groups: int,
                 state_dtype: Any) -> torch.Tensor:  # fmt: skip
+        """Result; what the backward needs is saved."""
         dim, channels = _widths(zxbcdt, conv_weight, heads)
         z, xbc, dt = torch.split(zxbcdt, [dim, channels, heads], dim=-1)
         xbc_conv = conv.forward(_aligned(xbc).transpose(1, 2), conv_weight, conv_bias, silu)
         x, b, c = _parts(xbc_conv.transpose(1, 2), dim, heads, groups)
         z = z.unflatten(-1, (heads, -1))
-        out, out_x = scan.forward(x, dt, a, b, c, chunk, d, z, dt_bias, True, state_dtype)
+        out, out_x, _ = scan.forward(x, dt, a, b, c, chunk, d, z, dt_bias, True, state_dtype)
         ctx.save_for_backward(zxbcdt, conv_weight, conv_bias, out_x, a, d, dt_bias)
         ctx.attributes = chunk, silu, heads, groups, state_dtype
         return out.flatten(2)
 
     @staticmethod
     def backward(ctx: Any, dout: Any) -> tuple:  # type: ignore[override]
+        """Gradients of the inputs, in their order."""
         zxbcdt, conv_weight, conv_bias, out, a, d, dt_bias = ctx.saved_tensors
         chunk, silu, heads, groups, state_dtype = ctx.attributes
         dim, channels = _widths(zxbcdt, conv_weight, heads)
@@ -83,7 +85,7 @@ def _widths(zxbcdt: torch.Tensor, conv_weight: torch.Tensor, heads: int) -> tupl
 
 
 def _parts(xbc: torch.Tensor, dim: int, heads: int, groups: int) -> tuple[torch.Tensor, ...]:
-    """x by heads, B and C by groups."""
+    """X by heads, B and C by groups."""
     state = (xbc.shape[-1] - dim) // 2
     x, b, c = torch.split(xbc, [dim, state, state], dim=-1)
     return (x.unflatten(-1, (heads, -1)), b.unflatten(-1, (groups, -1)),
@@ -119,9 +121,10 @@ class MambaChunkScanCombinedFn(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Any, dt: Any, a: Any, b: Any, c: Any, chunk: int, d: Any, z: Any,
                 dt_bias: Any, softplus: bool, state_dtype: Any) -> torch.Tensor:  # fmt: skip
-        size = scan.Sizes(x, b, chunk)
-        decay = size.per_step()  # saved, and computed again all the same
-        out, out_x = scan.forward(x, dt, a, b, c, chunk, d, z, dt_bias, softplus, state_dtype)
+        """Result; what the backward needs is saved."""
+        out, out_x, decay = scan.forward(
+            x, dt, a, b, c, chunk, d, z, dt_bias, softplus, state_dtype
+        )  # the decay is saved, and computed again all the same
         kept = out if z is None else out_x
         ctx.save_for_backward(kept, x, dt, decay, a, b, c, d, z, dt_bias)
         ctx.attributes = chunk, softplus, state_dtype
@@ -129,6 +132,7 @@ class MambaChunkScanCombinedFn(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dout: Any) -> tuple:  # type: ignore[override]
+        """Gradients of the inputs, in their order."""
         out, x, dt, _, a, b, c, d, z, dt_bias = ctx.saved_tensors
         chunk, softplus, state_dtype = ctx.attributes
         if dout.stride(-1) != 1:

@@ -63,7 +63,8 @@ def backward(
     dbias = None if bias is None else torch.zeros_like(bias, dtype=torch.float32)
     # the forward once more (its SiLU is not saved), and a product each for input and weight
     _conv_bwd(x, weight, bias, dout, silu, 6 * x.numel() * weight.shape[-1], dx, dweight, dbias)
-    return dx, dweight.type_as(weight), None if bias is None else dbias.type_as(bias)
+    cast = None if bias is None or dbias is None else dbias.type_as(bias)
+    return dx, dweight.type_as(weight), cast
 
 
 class CausalConv1dFn(torch.autograd.Function):
@@ -71,6 +72,7 @@ class CausalConv1dFn(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Any, weight: Any, bias: Any, silu: bool) -> torch.Tensor:
+        """Result; what the backward needs is saved."""
         if x.stride(2) != 1 and x.stride(1) != 1:
             x = x.contiguous()
         ctx.save_for_backward(x, weight, bias)
@@ -79,6 +81,7 @@ class CausalConv1dFn(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dout: Any) -> tuple:  # type: ignore[override]
+        """Gradients of the inputs, in their order."""
         x, weight, bias = ctx.saved_tensors
         if dout.stride(2) != 1 and dout.stride(1) != 1:
             dout = dout.contiguous()

@@ -63,6 +63,7 @@ class GatedNormFn(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Any, weight: Any, z: Any, eps: float, group: int | None,
                 before: bool) -> torch.Tensor:  # fmt: skip
+        """Result; what the backward needs is saved."""
         ctx.shape = x.shape
         x = x.reshape(-1, x.shape[-1])
         z = None if z is None else z.reshape(-1, z.shape[-1])
@@ -77,6 +78,7 @@ class GatedNormFn(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy: Any) -> tuple:  # type: ignore[override]
+        """Gradients of the inputs, in their order."""
         x, weight, rstd, z = ctx.saved_tensors
         dy = dy.reshape(-1, dy.shape[-1])
         if dy.stride(-1) != 1:

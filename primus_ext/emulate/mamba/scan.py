@@ -1,10 +1,10 @@
 """The chunked scan of Mamba 2 (SSD), forward and backward, as the kernels of ``mamba_ssm`` do it.
 
-Shapes: x ``[batch, seq, heads, head_dim]``, dt ``[batch, seq, heads]``, A and D ``[heads]``, B and C
-``[batch, seq, groups, state]``.  Algorithm: Dao and Gu, "Transformers are SSMs" (arXiv 2405.21060),
-section 6.  Which intermediates exist at the same time follows the Python code of mamba_ssm 2.3
-(``ops/triton/ssd_combined.py`` and the ``ssd_*`` files beside it); each is allocated here at its
-place, and one operator stands for the kernels of each direction.
+Shapes: x ``[batch, seq, heads, head_dim]``, dt ``[batch, seq, heads]``, A and D ``[heads]``, B and
+C ``[batch, seq, groups, state]``.  Algorithm: Dao and Gu, "Transformers are SSMs", section 6
+(arXiv 2405.21060).  Which intermediates exist at the same time follows the Python code of
+mamba_ssm 2.3 (``ops/triton/ssd_combined.py`` and the ``ssd_*`` files beside it); each is allocated
+here at its place, and one operator stands for the kernels of each direction.
 """
 
 from __future__ import annotations
@@ -66,10 +66,13 @@ def _scan_fwd(x: Any, dt: Any, a: Any, b: Any, c: Any, d: Any, z: Any, dt_bias: 
         " Tensor(f!)? dd, Tensor(g!)? dz, Tensor(h!)? ddt_bias, Tensor(i!)[] workspace) -> ()")
 def _scan_bwd(dout: Any, x: Any, dt: Any, a: Any, b: Any, c: Any, d: Any, z: Any, dt_bias: Any,
               out: Any, softplus: bool, chunk: int, flops: int, dx: Any, ddt: Any, da: Any,
-              db: Any, dc: Any, dd: Any, dz: Any, ddt_bias: Any, workspace: Any) -> None:  # fmt: skip
-    found = gradients(
-        lambda *inputs: reference(*inputs, softplus)[0], [x, dt, a, b, c, d, z, dt_bias], dout
-    )
+              db: Any, dc: Any, dd: Any, dz: Any, ddt_bias: Any,
+              workspace: Any) -> None:  # fmt: skip
+    def gated(*inputs: Any) -> torch.Tensor:
+        (x, dt, a, b, c, d, z, dt_bias) = inputs
+        return reference(x, dt, a, b, c, d, z, dt_bias, softplus)[0]
+
+    found = gradients(gated, [x, dt, a, b, c, d, z, dt_bias], dout)
     for into, grad in zip((dx, ddt, da, db, dc, dd, dz, ddt_bias), found, strict=True):
         if into is not None and grad is not None:
             into.copy_(grad)
@@ -125,8 +128,8 @@ class Sizes:
 def forward(
     x: torch.Tensor, dt: torch.Tensor, a: torch.Tensor, b: torch.Tensor, c: torch.Tensor,
     chunk: int, d: Maybe, z: Maybe, dt_bias: Maybe, softplus: bool, state_dtype: Any = None,
-) -> tuple[torch.Tensor, Maybe]:  # fmt: skip
-    """Result and, with a gate, the result before the gate."""
+) -> tuple[torch.Tensor, Maybe, torch.Tensor]:  # fmt: skip
+    """Result; with a gate, the result before the gate; the decay summed over each chunk."""
     size = Sizes(x, b, chunk)
     dt_out, decay = size.per_step(), size.per_step()
     states = size.states()
@@ -140,7 +143,7 @@ def forward(
         x, dt, a, b, c, d, z, dt_bias, softplus, chunk, size.flops(2, 1, 1), out, out_x,
         [decay, dt_out, states, final, scores],
     )  # fmt: skip
-    return out, out_x
+    return out, out_x, decay
 
 
 def backward(
@@ -151,9 +154,8 @@ def backward(
     """Gradients by name: those in ``into`` (dx, ddt, db, dc, dz) are written there."""
     size = Sizes(x, b, chunk)
     grads: dict[str, Maybe] = {
-        "db": into.get("db", None) if "db" in into else torch.empty_like(b),
-        "dc": into.get("dc", None) if "dc" in into else torch.empty_like(c),
-        "ddt": into.get("ddt", None) if "ddt" in into else torch.empty_like(dt),
+        name: into[name] if name in into else torch.empty_like(like)
+        for name, like in (("db", b), ("dc", c), ("ddt", dt))
     }
     dt_in = dt.clone()
     decay, dt_out = size.per_step(), size.per_step()
@@ -164,7 +166,7 @@ def backward(
     if z is not None:
         blocks = math.ceil(chunk / 32)
         partial = None if d is None else size.empty(blocks, size.batch, size.chunks, size.heads)
-        grads["dz"] = into.get("dz") if "dz" in into else torch.empty_like(z)
+        grads["dz"] = into["dz"] if "dz" in into else torch.empty_like(z)
         dout_x = torch.empty_like(dout)
         grads["dd"] = None if d is None else torch.empty_like(d)
         del partial
@@ -172,7 +174,7 @@ def backward(
         grads["dz"], dout_x = None, dout
     kept = _state_gradients(size, x, state_dtype)
     del states
-    grads["dx"] = into.get("dx") if "dx" in into else torch.empty_like(x)
+    grads["dx"] = into["dx"] if "dx" in into else torch.empty_like(x)
     kept += _input_gradients(size, d)
     if z is None:
         grads["dd"] = None if d is None else torch.empty_like(d)

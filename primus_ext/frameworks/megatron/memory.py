@@ -176,5 +176,5 @@ def _optimizer_tensors(recorder: Recorder, optimizer: Any) -> list[torch.Tensor]
 
 def _data_of(tensor: torch.Tensor) -> list[torch.Tensor]:
     """What a tensor is stored in: quantized ones (Transformer Engine) hold several."""
-    parts = tensor.get_data_tensors() if hasattr(tensor, "get_data_tensors") else (tensor,)
-    return [part for part in parts if part is not None]
+    get_data_tensors = getattr(tensor, "get_data_tensors", lambda: (tensor,))
+    return [part for part in get_data_tensors() if part is not None]

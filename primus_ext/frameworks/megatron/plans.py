@@ -173,6 +173,11 @@ def refuse_partly_supported(args: Any) -> None:
             f"cuda_graph_impl={args.cuda_graph_impl} can't be projected by this version, which has "
             "no model of the memory pools that CUDA graphs keep; legal: none"
         )
+    if args.position_embedding_type == "mrope":
+        raise ProgramError(
+            "position_embedding_type=mrope can't be projected by this version: its positions "
+            "come with images; legal: learned_absolute, rope, yarn, relative, none"
+        )
     if getattr(args, "sft", False):
         raise ProgramError(
             "sft=True can't be projected by this version: its batches pack documents, whose "
