@@ -17,8 +17,13 @@ MODEL = (
 @pytest.mark.parametrize(
     ("args", "request_keys", "words"),
     [
-        ("--optimizer-cpu-offload --use-precision-aware-optimizer", {},
-         "optimizer_cpu_offload=True can't be projected"),
+        ("--cuda-graph-impl local", {}, "cuda_graph_impl=local can't be projected"),
+        ("--attention-backend flash", {}, "attention_backend=flash can't be projected"),
+        ("--attention-backend local", {}, "attention_backend=local is no choice"),
+        ("--sft", {}, "sft=True can't be projected"),
+        ("--position-embedding-type mrope --mrope-section 2 3 3", {},
+         "position_embedding_type=mrope can't be projected"),
+        ("--optimizer sgd", {}, "Only Adam"),
         ("--fp8-format hybrid", {"formats": ["bf16"]}, "precision=fp8 is not available on h100"),
         (
             "--num-experts 4 --moe-router-topk 2 --moe-token-dispatcher-type flex "

@@ -52,8 +52,8 @@ def test_sliding_window_counts_its_pairs_in_every_second_layer(tmp_path: Path) -
         ),
         pytest.param(
             ("--position-embedding-type", "--normalization", "--disable-bias-linear"),
-            "--position-embedding-type yarn --normalization LayerNorm --attention-backend flash",
-            id="yarn, layer norm, biases, flash",
+            "--position-embedding-type yarn --normalization LayerNorm --attention-backend fused",
+            id="yarn, layer norm, biases, fused",
         ),
     ],
 )

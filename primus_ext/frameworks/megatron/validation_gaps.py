@@ -1,4 +1,4 @@
-"""Values on which Megatron's own validation stumbles instead of refusing them."""
+"""Values of attention_backend that don't get as far as a clear refusal."""
 
 from __future__ import annotations
 
@@ -11,16 +11,23 @@ from primus_ext.emulate.session import ProgramError
 
 @patch("megatron.training.arguments", "validate_args", group="megatron",
        versions="megatron-core 0.19",
-       reason="attention_backend=local fails with a TypeError, and --spec local can't be resolved")
-def _local_attention(module: Any) -> None:
+       reason="attention_backend=local fails with a TypeError, and --spec local can't be resolved; "
+              "flash needs a package whose kernels need a GPU")
+def _attention_backend(module: Any) -> None:
     original = module.validate_args
 
     @functools.wraps(original)
     def validate_args(args: Any, *rest: Any, **kwargs: Any) -> Any:
-        if getattr(args.attention_backend, "name", args.attention_backend) == "local":
+        backend = getattr(args.attention_backend, "name", args.attention_backend)
+        if backend == "flash":
+            raise ProgramError(
+                "attention_backend=flash can't be projected by this version, which has no "
+                "stand-in of the package flash-attn; legal: auto, fused, unfused"
+            )
+        if backend == "local":
             raise ProgramError(
                 "attention_backend=local is no choice of megatron-core 0.19: it wants --spec "
-                "local, which it then can't resolve; legal: auto, flash, fused, unfused"
+                "local, which it then can't resolve; legal: auto, fused, unfused"
             )
         return original(args, *rest, **kwargs)
 
