@@ -50,11 +50,14 @@ def to_device(tensor: torch.Tensor, *_args: Any, **_kwargs: Any) -> torch.Tensor
     return host_memory.copied_to_device(tensor) if is_on_host(tensor) else tensor
 
 
-def to_host(tensor: torch.Tensor, *_args: Any, **_kwargs: Any) -> torch.Tensor:
-    """``Tensor.cpu``: a copy of what lies in device memory, else the tensor itself."""
+def to_host(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    """``Tensor.cpu``: a copy of what lies in device memory, else what torch does."""
     if recorder.current() is None or is_on_host(tensor) or not tensor.is_cuda:
-        return tensor
+        return _cpu(tensor, *args, **kwargs)
     return host_memory.copied_to_host(tensor)
+
+
+_cpu = torch.Tensor.cpu
 
 
 def pinned(tensor: torch.Tensor, *_args: Any, **_kwargs: Any) -> torch.Tensor:
