@@ -83,9 +83,7 @@ def test_precision_aware_optimizer(
 
 @slow
 def test_sgd_keeps_one_momentum(tmp_path: Path) -> None:
-    found = compared(
-        tmp_path, 2, MODEL, args=[*NOT_DISTRIBUTED, *MODEL.split(), "--optimizer", "sgd"]
-    )
+    found = compared(tmp_path, 2, MODEL + "--optimizer sgd", common=NOT_DISTRIBUTED)
     assert_same(found)
     assert found[0].composed.parts.optimizer == 8 * found[0].composed.parameters
 
@@ -102,9 +100,7 @@ def newton_schulz(rows: int, columns: int, steps: int = 5) -> int:
     reason="Muon is in the package emerging-optimizers",
 )
 def test_muon_orthogonalises_every_matrix(tmp_path: Path) -> None:
-    found = compared(
-        tmp_path, 2, MODEL, args=[*NOT_DISTRIBUTED, *MODEL.split(), "--optimizer", "muon"]
-    )
+    found = compared(tmp_path, 2, MODEL + "--optimizer muon", common=NOT_DISTRIBUTED)
     assert_same(found)
     trace, kv = found[0].trace, HIDDEN // HEADS * KV
     layer = (

@@ -58,8 +58,7 @@ def test_sliding_window_counts_its_pairs_in_every_second_layer(tmp_path: Path) -
     ],
 )
 def test_variants_compose(tmp_path: Path, dropped: tuple[str, ...], args: str) -> None:
-    full = [*without(*dropped), *MODEL.split(), *args.split()]
-    assert_same(compared(tmp_path, 2, "", args=full))
+    assert_same(compared(tmp_path, 2, MODEL + args, common=without(*dropped)))
 
 
 def test_unfused_attention_keeps_its_scores(tmp_path: Path) -> None:
@@ -69,3 +68,15 @@ def test_unfused_attention_keeps_its_scores(tmp_path: Path) -> None:
     more = one.trace.chunks[0].memory.saved_bytes - plain["chunks"][0]["memory"]["saved_bytes"]
     scores = 2 * MBS * HEADS * SEQ * SEQ
     assert more >= 4 * scores  # of four layers, the softmax's result alone
+
+
+def test_flash_attention_is_the_package_s(tmp_path: Path) -> None:
+    """Its backward sums in fp32, and gives k and v a gradient for every query head at first."""
+    (one,) = found = compared(tmp_path, 1, MODEL + "--attention-backend flash")
+    assert_same(found)
+    ops = [op for op in one.trace.ops if op.family == "attention"]
+    assert {op.name for op in ops} == {
+        "primus_flash.fused_attn_fwd", "primus_flash.fused_attn_bwd"
+    }  # fmt: skip
+    pairs = SEQ * (SEQ + 1) // 2
+    assert {op.flops for op in ops} == {4 * MBS * HIDDEN * pairs, 10 * MBS * HIDDEN * pairs}

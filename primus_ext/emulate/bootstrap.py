@@ -93,6 +93,7 @@ def install(request: dict[str, Any]) -> None:
     from primus_ext.emulate import (
         apex_wgrad,
         mamba,
+        program_arguments,
         registry,
         te,
         tripwire,
@@ -113,6 +114,7 @@ def install(request: dict[str, Any]) -> None:
     apex_wgrad.install()
     mamba.install()
     registry.apply_all(triton_kernels.GROUP)
+    registry.apply_all(program_arguments.GROUP)
     tripwire.arm()
     for framework in request["frameworks"]:
         importlib.import_module(framework).install()

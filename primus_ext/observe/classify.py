@@ -60,7 +60,7 @@ def classify(
         return None
     if func.namespace in ("c10d", "_c10d_functional"):
         return classify_c10d.classify(name, func, args, kwargs, recorder)
-    if func.namespace == "primus_te":
+    if func.namespace in ("primus_te", "primus_flash"):
         return classify_te.classify(name, func, args, kwargs, produced)
     if func.namespace == "primus_mamba":
         return classify_mamba.classify(name, func, args, kwargs)

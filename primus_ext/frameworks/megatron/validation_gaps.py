@@ -1,10 +1,11 @@
-"""Values of attention_backend that don't get as far as a clear refusal."""
+"""Values of attention_backend: one that Megatron stumbles on, one that needs another package."""
 
 from __future__ import annotations
 
 import functools
 from typing import Any
 
+from primus_ext.emulate import flash_attention, registry
 from primus_ext.emulate.registry import patch
 from primus_ext.emulate.session import ProgramError
 
@@ -20,14 +21,17 @@ def _attention_backend(module: Any) -> None:
     def validate_args(args: Any, *rest: Any, **kwargs: Any) -> Any:
         backend = getattr(args.attention_backend, "name", args.attention_backend)
         if backend == "flash":
-            raise ProgramError(
-                "attention_backend=flash can't be projected by this version, which has no "
-                "stand-in of the package flash-attn; legal: auto, fused, unfused"
-            )
+            if args.context_parallel_size > 1:
+                raise ProgramError(
+                    "attention_backend=flash with context_parallel_size="
+                    f"{args.context_parallel_size} can't be projected by this version; legal: "
+                    "context_parallel_size=1, or attention_backend=fused"
+                )
+            registry.apply_all(flash_attention.GROUP)
         if backend == "local":
             raise ProgramError(
                 "attention_backend=local is no choice of megatron-core 0.19: it wants --spec "
-                "local, which it then can't resolve; legal: auto, fused, unfused"
+                "local, which it then can't resolve; legal: auto, flash, fused, unfused"
             )
         return original(args, *rest, **kwargs)
 
