@@ -22,8 +22,6 @@ SHAPE = (
 )
 MODEL = SHAPE + "--num-layers 4 "
 PP2 = "--pipeline-model-parallel-size 2 "
-LOG = 16 * 8 + 64
-"""Bytes that a whole rank keeps for the log: scalars of its microbatches and of the step."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,7 +60,7 @@ def compared(tmp_path: Path, world: int, args: str, **request: Any) -> list[Comp
 
 
 def assert_same(found: list[Compared]) -> None:
-    """Device memory but for the log, host memory exactly."""
+    """Device and host memory, to the byte."""
     for one in found:
-        assert 0 <= one.whole["peak_bytes"] - one.composed.peak_bytes <= LOG
+        assert one.whole["peak_bytes"] == one.composed.peak_bytes
         assert one.whole["host_peak_bytes"] == one.composed.host_bytes

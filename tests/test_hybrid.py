@@ -83,18 +83,18 @@ def test_mamba_layer_computes_what_the_published_algorithm_does(stages: list[Com
 )  # fmt: skip
 def test_hybrid_composition_is_the_whole_rank(tmp_path: Path, world: int, args: str) -> None:
     found = compared(tmp_path, world, args)
+    if len(found[0].trace.chunks) == 1:
+        assert_same(found)
     boundary = max(c.boundary_bytes for one in found for c in one.trace.chunks)
-    for one in found:
-        interleaved = boundary if len(one.trace.chunks) > 1 else 0
-        difference = one.whole["peak_bytes"] - one.composed.peak_bytes
-        assert -interleaved <= difference <= interleaved + 16 * 8 + 64
+    for one in found:  # interleaved schedules: within one boundary
+        assert abs(one.whole["peak_bytes"] - one.composed.peak_bytes) <= boundary
 
 
 @pytest.mark.slow
 def test_expert_layers_of_hybrid_models(tmp_path: Path) -> None:
-    (one,) = compared(tmp_path, 2, hybrid("M*E") + MOE)
+    (one,) = found = compared(tmp_path, 2, hybrid("M*E") + MOE)
+    assert_same(found)
     assert sum(s.count for s in segments(one.trace, ScopeKind.MOE_LAYER)) == 1
-    assert abs(one.whole["peak_bytes"] - one.composed.peak_bytes) <= 1e-4 * one.whole["peak_bytes"]
 
 
 @pytest.mark.parametrize(
