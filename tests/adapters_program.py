@@ -53,8 +53,9 @@ def model_provider(
     )
     for parameter in model.parameters():
         parameter.requires_grad = False
-    for layer in model.decoder.layers:
-        hidden, ffn = config.hidden_size, config.ffn_hidden_size
+    layers: Any = model.decoder.layers
+    for layer in layers:
+        hidden, ffn = config.hidden_size, args.ffn_hidden_size
         layer.self_attention.linear_proj = Adapted(
             layer.self_attention.linear_proj, hidden, hidden
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import types
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -57,9 +58,10 @@ def step_by_step(
     return out.reshape(BATCH, SEQ, WIDTH)
 
 
-def fused(*inputs: torch.Tensor) -> torch.Tensor:
+def fused(*inputs: Any) -> torch.Tensor:
+    zxbcdt, weight, bias, dt_bias, a, d = inputs
     return combined.mamba_split_conv1d_scan_combined(
-        *inputs, CHUNK, headdim=DIM, ngroups=GROUPS
+        zxbcdt, weight, bias, dt_bias, a, d, CHUNK, headdim=DIM, ngroups=GROUPS
     )
 
 
@@ -134,11 +136,12 @@ def test_flops_are_those_of_the_chunks() -> None:
 
 
 def test_what_training_does_not_use_is_refused() -> None:
-    inputs = layer_inputs()
+    zxbcdt, weight, bias, dt_bias, a, d = layer_inputs()
     with pytest.raises(ProgramError, match="packed_sequences of mamba_ssm's scan"):
         combined.mamba_split_conv1d_scan_combined(
-            *inputs, CHUNK, headdim=DIM, ngroups=GROUPS, seq_idx=torch.zeros(BATCH, SEQ)
-        )
+            zxbcdt, weight, bias, dt_bias, a, d, CHUNK, headdim=DIM, ngroups=GROUPS,
+            seq_idx=torch.zeros(BATCH, SEQ),
+        )  # fmt: skip
     with pytest.raises(ProgramError, match="carried states of causal_conv1d"):
         conv.causal_conv1d_fn(
             torch.empty(1, 8, 8), torch.empty(8, 4), initial_states=torch.empty(1, 8, 3)
