@@ -11,8 +11,8 @@ from typing import Any
 
 from primus_ext.emulate.session import ProgramError
 
-_WORDS = {"M": "mamba", "*": "attention", "+": "attention", "D": "attention", "-": "mlp",
-          "E": "moe", "G": "gated delta net"}  # fmt: skip
+_WORDS = {"M": "mamba", "*": "attention", "+": "latent attention", "D": "sparse attention",
+          "-": "mlp", "E": "moe", "G": "gated delta net"}  # fmt: skip
 
 
 def pattern(config: Any) -> str | None:

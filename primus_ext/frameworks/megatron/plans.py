@@ -24,6 +24,8 @@ _FLAGS = (
     "use_precision_aware_optimizer", "data_parallel_sharding_strategy",
     "align_grad_reduce", "microbatch_group_size_per_vp_stage",
     "num_distributed_optimizer_instances", "delay_wgrad_compute", "cuda_graph_impl",
+    "optimizer_offload_fraction", "cpu_offloading_num_layers",
+    "fine_grained_activation_offloading", "hybrid_layer_pattern",
 )  # fmt: skip
 # Variables of the user's command by which torch decides where tensors go.
 _ENVIRONMENT = (
