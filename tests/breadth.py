@@ -59,8 +59,14 @@ def compared(tmp_path: Path, world: int, args: str, **request: Any) -> list[Comp
     ]
 
 
-def assert_same(found: list[Compared]) -> None:
-    """Device and host memory, to the byte."""
+def assert_same(found: list[Compared], missed: int = 0) -> None:
+    """Device and host memory, to the byte.
+
+    Args:
+        found: Every rank.
+        missed: Bytes of device memory that composition may miss.
+    """
     for one in found:
-        assert one.whole["peak_bytes"] == one.composed.peak_bytes
+        difference = one.whole["peak_bytes"] - one.composed.peak_bytes
+        assert 0 <= difference <= missed, (difference, one.composed)
         assert one.whole["host_peak_bytes"] == one.composed.host_bytes

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from primus_ext.trace import RankTrace
-from tests.breadth import HIDDEN, MODEL, SEQ, Compared, assert_same, compared
+from tests.breadth import HEADS, HIDDEN, KV, MODEL, SEQ, Compared, assert_same, compared
 
 MBS = 8
 """Transformer Engine leaves tensors of fewer than 2**18 elements alone."""
@@ -55,11 +55,13 @@ def test_fine_grained_offload(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setenv("NVTE_CPU_OFFLOAD_V1", "1")  # Megatron demands it
     (one,) = found = compared(
         tmp_path, 1,
-        ARGS + "--fine-grained-activation-offloading --offload-modules attn_norm mlp_norm "
+        ARGS + "--fine-grained-activation-offloading --offload-modules core_attn "
         "--min-offloaded-tensor-size 1024",
     )  # fmt: skip
     assert_same(found)
-    # the inputs of both norms of every layer but the last, whose backward comes next
-    assert moved(one.trace, "d2h") == moved(one.trace, "h2d") == 3 * 2 * HIDDEN_BYTES
+    # what attention keeps: q and its result, k and v, and the log-sum-exp in fp32
+    layer = 2 * HIDDEN_BYTES + 2 * HIDDEN_BYTES * KV // HEADS + 4 * HEADS * SEQ * MBS
+    # of every layer but the last, whose backward comes next
+    assert moved(one.trace, "d2h") == moved(one.trace, "h2d") == 3 * layer
     # the pool was filled in the first step, when the last layer's were offloaded as well
-    assert one.trace.static.host_bytes == 4 * 2 * HIDDEN_BYTES
+    assert one.trace.static.host_bytes == 4 * layer
