@@ -63,8 +63,9 @@ def test_half_of_the_optimizer_offloaded(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("dtypes", "each", "main_grads"),
     [
+        # the upper half of an fp32 main parameter is the bf16 weight: its remainder is stored
         ("--main-grads-dtype fp32 --main-params-dtype fp32 --exp-avg-dtype fp32 "
-         "--exp-avg-sq-dtype fp32", 4 + 4 + 4, 4),
+         "--exp-avg-sq-dtype fp32", 2 + 4 + 4, 4),
         ("--main-grads-dtype bf16 --main-params-dtype fp16 --exp-avg-dtype fp16 "
          "--exp-avg-sq-dtype bf16", 2 + 2 + 2, 2),
     ],
