@@ -23,6 +23,7 @@ class Family(StrEnum):
     QUANTIZE = "quantize"
     COLLECTIVE = "collective"
     P2P = "p2p"
+    TRANSFER = "transfer"  # copy between host and device memory (attr direction: d2h or h2d)
     HOST = "host"  # no device work: views, metadata, host synchronisation
 
 
@@ -44,6 +45,9 @@ class ScopeKind(StrEnum):
     EMBEDDING = "embedding"
     DENSE_LAYER = "dense_layer"
     MOE_LAYER = "moe_layer"
+    MAMBA_LAYER = "mamba_layer"
+    ATTENTION_LAYER = "attention_layer"  # of a hybrid model: attention without an MLP
+    MLP_LAYER = "mlp_layer"  # of a hybrid model: an MLP without attention
     MTP_LAYER = "mtp_layer"
     OUTPUT = "output"  # final norm, output layer and loss
     OTHER = "other"  # batch fetch and what else lies between the layers
@@ -234,6 +238,8 @@ class ChunkMemory:
     inflight_backward_peak_bytes: int | None = None
     """Highest point inside a backward while a later microbatch is in flight, above the state
     without this microbatch.  None: ``backward_peak_bytes``."""
+    host_bytes: int = 0
+    """Of host memory, held from the end of the forward to the backward (offloaded tensors)."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -279,6 +285,8 @@ class StaticMemory:
     libraries: int = 0
     """Buffers of communication libraries other than NCCL or RCCL (DeepEP), which are allocated
     beside torch's allocator; not part of any other number here."""
+    host_bytes: int = 0
+    """Tensors in host memory (offloaded optimizer state, pools), not part of the others."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -26,20 +26,23 @@ COMMON = [
 ]  # fmt: skip
 
 
-def emulate(tmp_path: Path, world_size: int, args: str, **request: Any) -> dict[str, Any]:
+def emulate(
+    tmp_path: Path, world_size: int, args: str, common: list[str] = COMMON, **request: Any
+) -> dict[str, Any]:
     """The answer of one emulation of the built-in GPT program.
 
     Args:
         tmp_path: Where request and answer lie.
         world_size: Ranks of the target.
-        args: Megatron arguments beside :data:`COMMON`.
+        args: Megatron arguments beside ``common``.
+        common: The others.
         request: Further keys of the request.
     """
     result = tmp_path / "answer.json"
     result.unlink(missing_ok=True)
     request = {
         "module": GPT,
-        "args": [*COMMON, *args.split()],
+        "args": [*common, *args.split()],
         "cwd": str(tmp_path),
         "device": H100,
         "world_size": world_size,

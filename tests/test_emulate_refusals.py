@@ -17,8 +17,15 @@ MODEL = (
 @pytest.mark.parametrize(
     ("args", "request_keys", "words"),
     [
-        ("--optimizer-cpu-offload --use-precision-aware-optimizer", {},
-         "optimizer_cpu_offload=True can't be projected"),
+        ("--cuda-graph-impl local", {}, "cuda_graph_impl=local can't be projected"),
+        ("--attention-backend flash --context-parallel-size 2", {},
+         "attention_backend=flash with context_parallel_size=2 can't be projected"),
+        ("--attention-backend local", {}, "attention_backend=local is no choice"),
+        ("--sft", {}, "sft=True can't be projected"),
+        ("--position-embedding-type mrope --mrope-section 2 3 3", {},
+         "position_embedding_type=mrope can't be projected"),
+        ("--optimizer sgd", {}, "Only Adam"),
+        ("--position-embedding-type alibi", {}, "invalid choice: 'alibi'"),
         ("--fp8-format hybrid", {"formats": ["bf16"]}, "precision=fp8 is not available on h100"),
         (
             "--num-experts 4 --moe-router-topk 2 --moe-token-dispatcher-type flex "

@@ -34,7 +34,7 @@ class CostModel:
             return attention.price(accelerator, op)
         if op.family in _TRAFFIC:
             return memory_bound.price(accelerator, op)
-        if op.family is Family.HOST:
+        if op.family in (Family.HOST, Family.TRANSFER):  # not_modelled names the copies
             return FREE
         raise CostError(f"op {op.name} of family {op.family} has no price without its group")
 

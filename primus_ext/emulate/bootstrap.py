@@ -95,6 +95,8 @@ def install(request: dict[str, Any]) -> None:
     from primus_ext.emulate import (
         apex_wgrad,
         deep_ep,
+        mamba,
+        program_arguments,
         registry,
         te,
         tripwire,
@@ -116,7 +118,9 @@ def install(request: dict[str, Any]) -> None:
     te.install(compute_capability=device["compute_capability"])
     apex_wgrad.install()
     deep_ep.install()
+    mamba.install()
     registry.apply_all(triton_kernels.GROUP)
+    registry.apply_all(program_arguments.GROUP)
     tripwire.arm()
     for framework in request["frameworks"]:
         importlib.import_module(framework).install()

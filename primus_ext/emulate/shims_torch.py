@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from primus_ext.emulate import virtual_cuda
+from primus_ext.emulate import shims_host, virtual_cuda
 from primus_ext.emulate.registry import patch
 from primus_ext.emulate.shims_stream import (
     COMPUTE,
@@ -179,15 +179,13 @@ def _random_exports(module: Any) -> None:
     _replace(module, **_random_functions(), default_generators=_Generators())
 
 
-@patch("torch", "Tensor.cuda", "Tensor.pin_memory", "Tensor.record_stream",
+@patch("torch", "Tensor.cuda", "Tensor.cpu", "Tensor.pin_memory", "Tensor.record_stream",
        group="accelerator", versions=_TORCH,
        reason="methods that move a tensor to the device or tie it to a stream")
 def _tensor_methods(module: Any) -> None:
-    def unchanged(self: torch.Tensor, *_args: Any, **_kwargs: Any) -> torch.Tensor:
-        return self
-
-    module.Tensor.cuda = unchanged
-    module.Tensor.pin_memory = unchanged
+    module.Tensor.cuda = shims_host.to_device
+    module.Tensor.cpu = shims_host.to_host
+    module.Tensor.pin_memory = shims_host.pinned
     module.Tensor.record_stream = _nothing()
 
 
@@ -245,6 +243,7 @@ class DeviceMode(TorchFunctionMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         """Run ``func`` with ``cuda`` replaced in its device arguments."""
+        asked = kwargs or {}
         if kwargs:
             device = kwargs.get("device")
             if _on_device(device) or type(device) is int:
@@ -252,16 +251,20 @@ class DeviceMode(TorchFunctionMode):
             if kwargs.get("pin_memory"):
                 kwargs = {**kwargs, "pin_memory": False}
         if func is torch.Tensor.to:
+            target = asked.get("device", args[1] if len(args) > 1 else None)
             # an integer in device position means a device index
             args = tuple(
                 CPU if _on_device(a) or (i == 1 and type(a) is int) else a
                 for i, a in enumerate(args)
             )
+            if isinstance(target, (str, torch.device)):
+                return shims_host.moved(func, args, kwargs or {}, target)
         elif func is torch.device and args[:1] == ("cuda:cpu",):
             return CPU  # f"cuda:{torch.cuda.current_device()}"
         elif func is torch.Tensor.type:
             return _tensor_type(func, args, kwargs or {})
-        return func(*args, **(kwargs or {}))
+        with shims_host.placed(asked):
+            return func(*args, **(kwargs or {}))
 
 
 def _tensor_type(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:

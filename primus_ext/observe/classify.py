@@ -16,6 +16,7 @@ from primus_ext.observe import (
     classify_deep_ep,
     classify_fsdp,
     classify_functional,
+    classify_mamba,
     classify_te,
 )
 from primus_ext.observe.specs import attention_op, dtype_name, gemm_op, moved_bytes, spec
@@ -70,10 +71,12 @@ def classify(
         return classify_c10d.classify(name, func, args, kwargs, recorder)
     if func.namespace == "primus_deep_ep":
         return classify_deep_ep.classify(name, func, args, kwargs, produced, recorder)
-    if func.namespace == "primus_te":
+    if func.namespace in ("primus_te", "primus_flash"):
         return classify_te.classify(name, func, args, kwargs, produced)
     if func.namespace == "fsdp":
         return classify_fsdp.classify(name, func, args, kwargs)
+    if func.namespace == "primus_mamba":
+        return classify_mamba.classify(name, func, args, kwargs)
     gemm = _GEMMS.get(name)
     if gemm is not None:
         return gemm(name, args, produced[0] if produced else None)

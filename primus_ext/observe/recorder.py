@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
-from primus_ext.observe import classify, classify_c10d, streams
+from primus_ext.observe import classify, classify_c10d, host_memory, streams
 from primus_ext.observe.allocations import Kinds, Log, Logs
 from primus_ext.trace import Call, Op, ScopeKind
 
@@ -128,6 +128,15 @@ class LiveBytes:
         """The number of a tensor's allocation in a log; -1 if it was not allocated there."""
         return -1 if tensor is None else log.number(tensor.untyped_storage()._cdata)
 
+    @property
+    def tracked(self) -> int:
+        """How many storages are live."""
+        return len(self._storages)
+
+    def holds(self, tensor: torch.Tensor) -> bool:
+        """Whether the storage of ``tensor`` is counted here."""
+        return tensor.untyped_storage()._cdata in self._storages
+
     def reset_peak(self) -> None:
         """Start new peaks at what is live now."""
         self.peak = self.live
@@ -148,6 +157,8 @@ class Recorder(TorchDispatchMode):
         self.groups_seen: dict[str, tuple[int, ...]] = {}
         self.kinds = Kinds()
         self.memory = LiveBytes(self._kind)
+        self.host = LiveBytes(lambda _size, _op: 0)  # nobody replays it: one kind does
+        """Tensors that the program keeps in host memory."""
         self.ops: list[Op] = []
         self._index: dict[Op, int] = {}
         self.calls: list[tuple[ScopeKind, str, Call]] = []
@@ -189,10 +200,15 @@ class Recorder(TorchDispatchMode):
         if self._fused_depth:
             self._fused_made += [weakref.ref(t) for t in produced]
             return out
+        on_host = host_memory.made_on_host(self, args, kwargs)
         for tensor in produced:
-            self.memory.track(tensor, _op_name(func))
+            if on_host or not host_memory.holds(self, tensor):
+                (self.host if on_host else self.memory).track(tensor, _op_name(func))
         if self.recording:
-            self._note(func, args, kwargs, produced, out)
+            found = host_memory.transfer(self, classify.op_name(func), args)
+            found = found or classify.classify(func, args, kwargs, produced, self)
+            if found is not None:
+                self._append(host_memory.by_host(found) if on_host else found, out)
         return out
 
     def _note(self, func: Any, args: tuple, kwargs: dict, produced: list, out: Any) -> None:

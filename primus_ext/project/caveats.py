@@ -9,7 +9,7 @@ from primus_ext.plan import Plan
 from primus_ext.project import allocator_config
 from primus_ext.project.footprint import replayable
 from primus_ext.project.memory import SLACK
-from primus_ext.trace import RankTrace
+from primus_ext.trace import Family, RankTrace
 
 _ALWAYS = (
     "kernel launches that the host does not keep up with: the device is assumed to have work",
@@ -55,8 +55,12 @@ def not_modelled(plan: Plan, stages: Sequence[RankTrace], cluster: Cluster) -> t
         lines.append("several distributed-optimizer instances: priced as one")
     if plan.flags.get("cuda_graph_impl") not in (None, "", "none"):
         lines.append("CUDA graphs")
-    if plan.flags.get("optimizer_cpu_offload"):
-        lines.append("optimizer offload to the host")
+    if any(op.family is Family.TRANSFER for trace in stages for op in trace.ops):
+        lines.append(
+            "time of copies between host and device memory, and of what the host computes on them"
+        )
+    if plan.optimizer == "soap":
+        lines.append("soap: time of its eigenvectors beyond their memory traffic")
     if cluster.accelerator.vendor == "amd":
         lines.append("ROCm's own Transformer Engine kernels: the ops are those of NVIDIA's wheel")
     lines += _allocator(plan, stages)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from primus_ext.cluster import Cluster
 from primus_ext.plan import Plan
-from primus_ext.project import allocator_config, inflight, outside, sharded, tight
+from primus_ext.project import allocator_config, host, inflight, outside, sharded, tight
 from primus_ext.project.footprint import footprint, replayable
 from primus_ext.project.programs import Shape
 from primus_ext.project.result import Memory, MemoryParts, RoleMemory
@@ -23,6 +23,9 @@ docs/b200, torch 2.10; ``scripts/fit/allocator_slack.py``)."""
 AGREEMENT = 0.01
 """Share of the peak by which replay and composition may differ: the exchanges between stages and
 a few boundary activations; more means that one of them has another program in mind."""
+
+_LAYERS = (ScopeKind.DENSE_LAYER, ScopeKind.MOE_LAYER, ScopeKind.MAMBA_LAYER,
+           ScopeKind.ATTENTION_LAYER, ScopeKind.MLP_LAYER)  # fmt: skip
 
 
 def per_role(
@@ -42,7 +45,8 @@ def per_role(
     return tuple(
         _role(plan, trace, cluster, rank, shape, short, sizes,
               inflight.peak(short, order[rank], rank, [c.memory for c in trace.chunks], sizes,
-                            shape.microbatches - short.microbatches))
+                            shape.microbatches - short.microbatches),
+              host.peak(trace, order[rank]))
         for rank, trace in enumerate(stages)
     )  # fmt: skip
 
@@ -62,7 +66,7 @@ def outside_bytes(trace: RankTrace, cluster: Cluster) -> int:
 
 def _role(
     plan: Plan, trace: RankTrace, cluster: Cluster, rank: int, shape: Shape, short: Shape,
-    sizes: Sequence[int], moment: inflight.Moment,
+    sizes: Sequence[int], moment: inflight.Moment, host_bytes: int,
 ) -> RoleMemory:
     static = trace.static
     chunks = [chunk.memory for chunk in trace.chunks]
@@ -107,6 +111,7 @@ def _role(
         allocator_bytes=found and found.reserved_bytes,
         timeline=found and found.timeline,
         top_allocations=found.top_allocations if found else (),
+        host_bytes=host_bytes,
     )
 
 
@@ -117,7 +122,7 @@ def role_name(plan: Plan, trace: RankTrace, rank: int) -> str:
     for chunk in trace.chunks:
         for segment in chunk.segments:
             counts[segment.kind] += segment.count
-    recorded = counts[ScopeKind.DENSE_LAYER] + counts[ScopeKind.MOE_LAYER]
+    recorded = sum(counts[kind] for kind in _LAYERS)
     layers = sum(held[rank]) if held else recorded
     words = ["embedding"] if counts[ScopeKind.EMBEDDING] else []
     words += [f"{layers} layer{'' if layers == 1 else 's'}"] if layers else []

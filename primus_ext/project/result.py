@@ -96,6 +96,8 @@ class RoleMemory:
     replayed_bytes: int | None = None
     """The replay's own ``peak_bytes``: where it is not the composed one, nothing of the replay is
     used."""
+    host_bytes: int = 0
+    """Peak of tensors in host memory (offloading); no part of ``peak_bytes``."""
     timeline: Timeline | None = None
     top_allocations: tuple[LiveAllocations, ...] = ()
 

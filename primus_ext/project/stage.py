@@ -28,6 +28,7 @@ _TERMS = {
     Family.MEMORY: TermName.MEMORY,
     Family.QUANTIZE: TermName.QUANTIZE,
     Family.HOST: TermName.MEMORY,
+    Family.TRANSFER: TermName.MEMORY,
 }
 _KINDS = {
     Family.GEMM: Kind.GEMM,

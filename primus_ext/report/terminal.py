@@ -125,6 +125,9 @@ def _memory(projection: Projection, width: int) -> list[RenderableType]:
     found: list[RenderableType] = [title, table]
     if left_out:
         found.append(Text(f"and {left_out} more stages between these", style="dim"))
+    on_host = max(role.host_bytes for role in memory.per_role)
+    if on_host:
+        found.append(Text(f"and up to {gib(on_host)} of host memory for each rank (offload)"))
     return [*found, _legend(roles)]
 
 

@@ -34,7 +34,7 @@ def install(*, compute_capability: tuple[int, int]) -> None:
             for another target.
     """
     from primus_ext.emulate import registry
-    from primus_ext.emulate.te import module, patches, target
+    from primus_ext.emulate.te import module, offload, patches, target  # noqa: F401 (declare)
 
     present = sys.modules.get(module.MODULE_NAME)
     if present is not None and getattr(present, "_primus_stand_in", False):

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from primus_ext.emulate import shims_host
 from primus_ext.emulate.registry import patch
 
 GROUP = "transformer_engine"
@@ -36,6 +37,8 @@ def _tensors_are_on_the_device(module: types.ModuleType) -> None:
     def is_cuda(self: torch.Tensor) -> bool:
         # meta tensors stay what they are: deferred initialisation asks for them
         if self.device.type != "cpu":
+            return False
+        if shims_host.is_on_host(self):
             return False
         # while tensors have no storage, one that has some is a value on the host
         fake = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)

@@ -12,9 +12,11 @@ from primus_ext.emulate import no_te, registry, session
 from primus_ext.frameworks.megatron import (  # noqa: F401  (declare)
     chunk_sort,
     fsdp_patches,
+    offloading,
     patches,
     routing,
     shapes,
+    validation_gaps,
     world_patches,
 )
 from primus_ext.trace import RankTrace, to_plain

@@ -1,7 +1,8 @@
-"""A plain GPT pre-training program over Megatron-LM, run by ``primus-ext`` where no trainer is.
+"""A plain pre-training program over Megatron-LM, run by ``primus-ext`` where no trainer is.
 
 ``python -m primus_ext.frameworks.megatron.gpt_program MEGATRON-ARGUMENTS``: what a user's
-``pretrain_gpt.py`` does, for projection only: it has no data set.
+``pretrain_gpt.py`` does, or with ``--hybrid-layer-pattern`` their ``pretrain_hybrid.py``, for
+projection only: it has no data set.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from megatron.core.utils import get_batch_on_this_cp_rank
 from megatron.training import get_args, pretrain
 from megatron.training.argument_utils import (
     gpt_config_from_args,
+    hybrid_config_from_args,
     pretrain_cfg_container_from_args,
 )
 from megatron.training.arguments import parse_and_validate_args
@@ -57,7 +59,9 @@ def no_data_sets(samples: Any, vp_stage: int | None = None) -> tuple[None, None,
 def main() -> None:
     """Parse Megatron's arguments and hand over to its ``pretrain``."""
     args = parse_and_validate_args()
-    config = pretrain_cfg_container_from_args(args, gpt_config_from_args(args))
+    is_hybrid = args.hybrid_layer_pattern is not None
+    model = hybrid_config_from_args(args) if is_hybrid else gpt_config_from_args(args)
+    config = pretrain_cfg_container_from_args(args, model)
     pretrain(config, no_data_sets, ModelType.encoder_or_decoder, forward_step)
 
 

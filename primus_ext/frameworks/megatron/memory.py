@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch.utils._pytree import tree_iter
 
 from primus_ext.emulate import deep_ep
+from primus_ext.observe import host_memory
 from primus_ext.observe.recorder import Recorder
 from primus_ext.trace import StaticEvents, StaticMemory
 
@@ -87,6 +88,7 @@ class StaticSizes:
             workspaces=recorder.memory.live - static - leftovers,
             step_peak_bytes=step_peak,
             libraries=deep_ep.held_bytes(),
+            host_bytes=recorder.host.live,
         )
 
     def events(
@@ -152,7 +154,7 @@ def static(recorder: Recorder, bare: list[Any], model: list[Any], optimizer: Any
     tensors = {
         "parameters": weights,
         "gradients": [b.grad_data for b in buffers],
-        "optimizer": optimizer_tensors(optimizer),
+        "optimizer": optimizer_tensors(optimizer, recorder),
     }
     sizes, numbers, log = {}, {}, recorder.memory.logs.setup
     for part, members in tensors.items():
@@ -162,12 +164,24 @@ def static(recorder: Recorder, bare: list[Any], model: list[Any], optimizer: Any
     return StaticSizes(**sizes, live=recorder.memory.live, numbers=numbers)
 
 
-def optimizer_tensors(optimizer: Any) -> list[torch.Tensor]:
-    """Main parameters and states of every optimizer below a (chained) Megatron optimizer."""
+def optimizer_tensors(optimizer: Any, recorder: Recorder | None = None) -> list[torch.Tensor]:
+    """Main parameters and states of every optimizer below a (chained) Megatron one.
+
+    Args:
+        optimizer: Megatron's.
+        recorder: Leaves out what it knows to lie in host memory.
+    """
     found: list[torch.Tensor] = []
     for member in getattr(optimizer, "chained_optimizers", [optimizer]):
         inner = getattr(member, "optimizer", member)
         for group in inner.param_groups:
             found += [p.data for p in group["params"]]
         found += [t for t in tree_iter(list(inner.state.values())) if isinstance(t, torch.Tensor)]
-    return found
+    stored = [data for tensor in found for data in _data_of(tensor)]
+    return [t for t in stored if recorder is None or not host_memory.holds(recorder, t)]
+
+
+def _data_of(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """What a tensor is stored in: quantized ones (Transformer Engine) hold several."""
+    get_data_tensors = getattr(tensor, "get_data_tensors", lambda: (tensor,))
+    return [part for part in get_data_tensors() if part is not None]

@@ -13,7 +13,7 @@ import torch
 from torch.utils._pytree import tree_iter
 
 from primus_ext.emulate import session
-from primus_ext.frameworks.megatron import plans, roles
+from primus_ext.frameworks.megatron import offloading, plans, roles
 from primus_ext.frameworks.megatron.real_values import fill
 from primus_ext.observe.allocations import Log
 from primus_ext.observe.recorder import LiveBytes, Recorder
@@ -70,6 +70,8 @@ class Microbatch:
         self._sent: tuple[int, ...] = ()
         self.graph_bytes = 0
         """Known after the backward: see :meth:`_held_by_graph`."""
+        self.host_bytes = 0
+        """Held in host memory from the end of the forward to the backward."""
         self.boundary = 0
         """Bytes of the activation sent to the next stage (0 on the last)."""
         self.stub = 0
@@ -95,6 +97,7 @@ class Microbatch:
             if hasattr(module, "is_first_microbatch"):  # Transformer Engine's layers keep it
                 module.is_first_microbatch = first
         config, peak = self._config, self._recorder.memory
+        on_host = self._recorder.host.live
         with self._synchronisation(), self._recorder.collect("forward") as calls:
             self._received = None if self.has_embedding else _received(config, self._index)
             self._output, self._tokens = schedules.forward_step(
@@ -104,6 +107,7 @@ class Microbatch:
                 is_last_stage=self.has_output,
             )  # fmt: skip
         self.forward_peaks = peak.fresh_peak, peak.peak
+        self.host_bytes = self._recorder.host.live - on_host
         if not self.has_output:
             output = _tensors(self._output)[0]
             self._note("output", output)
@@ -153,6 +157,7 @@ class Microbatch:
             recorder.memory.untrack(_tensors(transfers))
         self.graph_bytes = self._held_by_graph()
         self._received = self._gradient = self._output = self._tokens = None
+        offloading.end_of_step(config)
         gc.collect()
         return calls
 
@@ -205,6 +210,7 @@ def record(make: Callable[[list[Any]], Microbatch], memory: LiveBytes, index: in
         stub_bytes=one.stub,
         leftover_bytes=memory.live - base - logged,
         forward_peak_after_bytes=one.forward_peaks[1] - base,
+        host_bytes=one.host_bytes,
     )
     return ChunkTrace(
         vpp_stage=index,

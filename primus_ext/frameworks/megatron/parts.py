@@ -20,8 +20,21 @@ def _is_layer(module: nn.Module) -> bool:
 
 
 def _layer_kind(module: nn.Module) -> ScopeKind:
-    moe = any(hasattr(inner, "router") for inner in module.children())
-    return ScopeKind.MOE_LAYER if moe else ScopeKind.DENSE_LAYER
+    """Layers of hybrid models have a mixer, attention or an MLP alone."""
+    if hasattr(module, "mixer"):
+        return ScopeKind.MAMBA_LAYER
+    if any(hasattr(inner, "router") for inner in module.children()):
+        return ScopeKind.MOE_LAYER
+    attends = _is_real(getattr(module, "self_attention", None))
+    transforms = _is_real(getattr(module, "mlp", None))
+    if attends and transforms:
+        return ScopeKind.DENSE_LAYER
+    return ScopeKind.ATTENTION_LAYER if attends else ScopeKind.MLP_LAYER
+
+
+def _is_real(module: nn.Module | None) -> bool:
+    """Not left out of the layer."""
+    return module is not None and type(module).__name__ not in ("IdentityOp", "IdentityFuncOp")
 
 
 def parts(chunk: nn.Module) -> list[Part]:

@@ -11,7 +11,7 @@ from typing import Any
 from primus_ext import __version__
 from primus_ext.emulate import no_te
 from primus_ext.emulate.session import ProgramError, current
-from primus_ext.frameworks.megatron import roles
+from primus_ext.frameworks.megatron import offloading, roles
 from primus_ext.plan import Batch, Model, Parallelism, Plan, Precision, ProgramRef, Recompute
 
 _PACKAGES = ("torch", "megatron-core", "transformer-engine", "hydra-core")
@@ -25,6 +25,8 @@ _FLAGS = (
     "use_precision_aware_optimizer", "data_parallel_sharding_strategy",
     "align_grad_reduce", "microbatch_group_size_per_vp_stage",
     "num_distributed_optimizer_instances", "delay_wgrad_compute", "cuda_graph_impl",
+    "optimizer_offload_fraction", "cpu_offloading_num_layers",
+    "fine_grained_activation_offloading", "hybrid_layer_pattern",
 )  # fmt: skip
 # Variables of the user's command by which torch decides where tensors go.
 _ENVIRONMENT = (
@@ -144,7 +146,6 @@ def _model(args: Any, config: Any) -> Model:
 
 
 _UNSUPPORTED = {
-    "optimizer_cpu_offload": "the optimizer's offload to the host",
     "nccl_ub": "memory pools that are registered with NCCL",
 }
 
@@ -166,6 +167,36 @@ def refuse_unsupported(args: Any) -> None:
         raise ProgramError(
             f"pipeline_model_parallel_size={stages} is not legal with use_megatron_fsdp=True: "
             "Megatron-FSDP shards over all ranks but those of tp and ep, so it must be 1"
+        )
+    refuse_partly_supported(args)
+
+
+def refuse_partly_supported(args: Any) -> None:
+    """Refuse values and combinations by name.
+
+    Raises:
+        ProgramError: one of them is asked for.
+    """
+    offloading.refuse_unsupported(args)
+    if args.cuda_graph_impl != "none":
+        raise ProgramError(
+            f"cuda_graph_impl={args.cuda_graph_impl} can't be projected by this version, which has "
+            "no model of the memory pools that CUDA graphs keep; legal: none"
+        )
+    if args.position_embedding_type == "mrope":
+        raise ProgramError(
+            "position_embedding_type=mrope can't be projected by this version: its positions "
+            "come with images; legal: learned_absolute, rope, yarn, relative, none"
+        )
+    if getattr(args, "sft", False):
+        raise ProgramError(
+            "sft=True can't be projected by this version: its batches pack documents, whose "
+            "lengths are in the data; legal: sft=False, which trains on whole sequences"
+        )
+    if args.optimizer == "adaptive_muon":
+        raise ProgramError(
+            "optimizer=adaptive_muon can't be projected: megatron-core 0.19's class fails with "
+            "emerging-optimizers 0.3; legal: adam, sgd, muon, lion, soap"
         )
 
 

@@ -60,10 +60,17 @@ def _doubled(args: Any, field: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def thinned(chunk: nn.Module) -> Iterator[None]:
-    """The chunk with the first layer and one more of each kind."""
+    """The chunk with the first layer and one more of each kind.
+
+    Where activations are offloaded it stays whole: which layers are depends on their number.
+    """
     decoder: Any = getattr(chunk, "decoder", None)
     layers = getattr(decoder, "layers", None)
-    if not isinstance(layers, nn.ModuleList) or len(layers) < 3:
+    config: Any = getattr(chunk, "config", None)
+    offloads = getattr(config, "cpu_offloading", False) or getattr(
+        config, "fine_grained_activation_offloading", False
+    )
+    if offloads or not isinstance(layers, nn.ModuleList) or len(layers) < 3:
         yield
         return
     kinds = {id(module): kind for kind, _, module in parts.parts(chunk)}

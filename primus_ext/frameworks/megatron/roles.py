@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from primus_ext.emulate.session import ProgramError
-from primus_ext.frameworks.megatron import expert_load
+from primus_ext.frameworks.megatron import expert_load, hybrid
 
 
 def layer_is_moe(config: Any) -> tuple[bool, ...]:
@@ -28,7 +28,7 @@ def stage_chunks(config: Any, pp_rank: int) -> list[tuple[str, ...]]:
         ProgramError: Megatron can't split the layers like this.
     """
     pp, vpp = config.pipeline_model_parallel_size, config.virtual_pipeline_model_parallel_size
-    moe = layer_is_moe(config)
+    moe, main = layer_is_moe(config), hybrid.pattern(config)
     chunks = []
     for chunk in range(vpp or 1):
         held = chunk_layers(config, pp_rank, chunk)
@@ -36,6 +36,8 @@ def stage_chunks(config: Any, pp_rank: int) -> list[tuple[str, ...]]:
         if config.mtp_num_layers and config.num_layers - 1 in held:
             layers.append("norm")  # the decoder's final norm comes before the predictions
         layers += ["mtp"] * _predictions(config, pp_rank, chunk)
+        if main is not None:
+            layers = hybrid.chunk(main, config, pp_rank, chunk)[1]
         first = pp_rank == 0 and chunk == 0
         last = pp_rank == pp - 1 and chunk == (vpp or 1) - 1
         chunks.append((*(["embedding"] if first else []), *layers, *(["output"] if last else [])))
@@ -52,6 +54,9 @@ def chunk_layers(config: Any, pp_rank: int, chunk: int) -> range:
     from megatron.core.transformer.transformer_block import get_num_layers_to_build
     from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
+    main = hybrid.pattern(config)
+    if main is not None:
+        return hybrid.chunk(main, config, pp_rank, chunk)[0]
     layout = config.pipeline_model_parallel_layout
     vpp = config.virtual_pipeline_model_parallel_size
     vp_stage = chunk if vpp else None

@@ -26,7 +26,8 @@ def peak(
         member: Global rank.
 
     Returns:
-        ``rank``, and in bytes ``peak_bytes`` during the second step and ``live_bytes`` before it.
+        ``rank``, and in bytes ``peak_bytes`` during the second step, ``live_bytes`` before it and
+        ``host_peak_bytes`` in host memory.
     """
     return rank.run(original, call, member, _two_steps)
 
@@ -54,9 +55,15 @@ def _two_steps(
         gc.collect()
         live[0] = recorder.memory.live
         recorder.memory.reset_peak()
+        recorder.host.reset_peak()
         return step(*a, **k)
 
     module.train_step = second_from_here
     module.training_log = lambda *_, **__: False
     module.train(*training.args, **training.kwargs)
-    return {"rank": member, "peak_bytes": recorder.memory.peak, "live_bytes": live[0]}
+    return {
+        "rank": member,
+        "peak_bytes": recorder.memory.peak,
+        "live_bytes": live[0],
+        "host_peak_bytes": recorder.host.peak,
+    }
