@@ -114,8 +114,9 @@ def _raw(path: Path) -> dict[str, Any]:
     for key, value in own.items():
         inherited = merged.get(key)
         # A figure (value and source) and a table of a variant's own links are taken as a whole.
-        whole = not isinstance(inherited, dict) or "value" in value or key == "scale_up_efficiency"
-        merged[key] = value if whole else {**inherited, **value}
+        merged[key] = value
+        if isinstance(inherited, dict) and "value" not in value and key != "scale_up_efficiency":
+            merged[key] = {**inherited, **value}
     return merged
 
 

@@ -111,6 +111,11 @@ class Call:
     """forward, backward, or recompute (forward work repeated inside the backward pass)."""
     module: str
     """Name of the innermost module below the segment that ran it, '' where unknown."""
+    stream: str = ""
+    """The stream it is issued on; '' is the one that computes."""
+    waits: tuple[tuple[str, int], ...] = ()
+    """What it waits for beside the call before it on its stream: another stream, and how many of
+    the calls last issued there need not be complete."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -124,6 +129,8 @@ class Segment:
     """How many equal segments this chunk holds."""
     forward: tuple[Call, ...]
     backward: tuple[Call, ...]
+    places: tuple[int, ...] = ()
+    """Where its occurrences stand among all parts of the chunk, in the order of the forward."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -221,6 +228,18 @@ class ChunkMemory:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class MicrobatchTrace:
+    """One of the microbatches of a step, where they are not all the same."""
+
+    segments: tuple[Segment, ...]
+    """Empty where they are the chunk's."""
+    memory: ChunkMemory
+    extra_bytes: int
+    """Live at its start, above the static tensors; negative where those gradients that count as
+    static are yet to be made."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class ChunkTrace:
     """One model chunk (virtual pipeline stage) of the rank, one microbatch."""
 
@@ -231,6 +250,10 @@ class ChunkTrace:
     """Size of the activation sent to the next stage (0 on the last)."""
     events: ChunkEvents | None = None
     """None where allocations were not recorded."""
+    microbatches: tuple[MicrobatchTrace, ...] = ()
+    """Where the microbatches of a step differ (sharded data parallelism): the first, one of the
+    middle and the last, or as many as a step has; ``segments`` and ``memory`` are those of the
+    middle one, or of the last."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -214,19 +214,7 @@ def reason(entry: dict[str, Any], row: dict[str, Any]) -> str:
 
 
 Reason = tuple[str, str, Callable[[dict[str, str], int], bool]]
-REASONS: list[Reason] = [
-    (
-        "virtual - composed",
-        "FP32 copies of BF16 gradients live in the optimizer's step alone; composed counts them "
-        "beside the activations",
-        lambda knobs, size: knobs["gradients"] == "reduced in bf16" and size < 0,
-    ),
-    (
-        "virtual - composed",
-        "a scalar",
-        lambda _, size: 0 < size <= 4,
-    ),
-]
+REASONS: list[Reason] = []
 """Column, sentence, and whether it applies to a configuration and a difference in bytes."""
 
 

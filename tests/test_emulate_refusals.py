@@ -27,6 +27,11 @@ MODEL = (
             "flex",
         ),
         ("--pipeline-model-parallel-size 3", {}, "world size"),
+        (
+            "--use-megatron-fsdp --ckpt-format fsdp_dtensor --pipeline-model-parallel-size 2",
+            {},
+            "pipeline_model_parallel_size=2 is not legal with use_megatron_fsdp=True",
+        ),
     ],
 )
 def test_refused_with_exit_code_2(

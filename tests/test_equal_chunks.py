@@ -32,14 +32,26 @@ def comparable(trace: dict[str, Any]) -> dict[str, Any]:
     def resolved(calls: list[dict[str, Any]]) -> list[Any]:
         return [(ops[c["op"]], c["phase"], c["module"]) for c in calls]
 
+    def allocated(events: list[int]) -> list[Any]:
+        return [str(trace["allocations"][e]) if e >= 0 else e for e in events]
+
+    def named(events: dict[str, Any]) -> dict[str, Any]:
+        lists = {k: allocated(v) for k, v in events.items() if isinstance(v, list)}
+        return {**events, **lists}
+
     chunks = [
-        {**c, "segments": [
+        {**c, "events": named(c["events"]), "segments": [
             {**s, "forward": resolved(s["forward"]), "backward": resolved(s["backward"])}
             for s in c["segments"]
         ]}
         for c in trace["chunks"]
     ]  # fmt: skip
-    return {**trace, "ops": None, "chunks": chunks, "step": resolved(trace["step"])}
+    around = named(trace["static_events"])
+    around["workspaces"].sort()
+    return {
+        **trace, "ops": None, "allocations": None, "chunks": chunks, "static_events": around,
+        "step": resolved(trace["step"]),
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize(

@@ -161,10 +161,10 @@ def test_every_term_says_how_it_is_known() -> None:
 def test_what_is_not_modelled_depends_on_the_job() -> None:
     job = Job(dp=8)
     moe = dataclasses.replace(plan(job).model, num_experts=8, topk=2)
-    with_experts = dataclasses.replace(plan(job), model=moe, flags={"use_megatron_fsdp": True})
+    with_experts = dataclasses.replace(plan(job), model=moe, flags={"cuda_graph_impl": "local"})
     cluster = load_cluster("mi300x", 1, 8)
     lines = project(with_experts, traces(job), cluster, mode="simulate").not_modelled
-    for word in ("imbalance", "FSDP", "ROCm"):
+    for word in ("imbalance", "CUDA graphs", "ROCm"):
         assert any(word in line for line in lines)
     assert not any("imbalance" in line for line in projected(job).not_modelled)
 

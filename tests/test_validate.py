@@ -41,7 +41,7 @@ def test_what_is_assumed_is_said() -> None:
     nearest = published.program(runs()["primus-mi325x-llama3.1-70b-fp8-64g"])
     assert option(nearest.argv, "--fp8-recipe") == "delayed"
     text = "; ".join(nearest.approximations)
-    assert "FSDP projected as a distributed optimizer" in text
+    assert "--use-torch-fsdp2" in nearest.argv
     assert "recompute not stated" in text
 
 

@@ -107,7 +107,9 @@ def install(request: dict[str, Any]) -> None:
         RANK="0", LOCAL_RANK="0", WORLD_SIZE=str(world), LOCAL_WORLD_SIZE=str(local),
         MASTER_ADDR="localhost", MASTER_PORT="0",
     )  # fmt: skip
-    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    if "CUDA_DEVICE_MAX_CONNECTIONS" not in os.environ:
+        os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
+        sessions.current().chosen.add("CUDA_DEVICE_MAX_CONNECTIONS")
     device = dict(request["device"])
     device["compute_capability"] = tuple(device["compute_capability"])
     virtual_cuda.install(virtual_cuda.DeviceProfile(device_count=local, **device))

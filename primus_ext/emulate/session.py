@@ -47,6 +47,8 @@ class Session:
         self.request = request
         self.warnings: list[str] = []
         self.inputs = Inputs(Path(request["result"]).parent, request.get("cwd", ""))
+        self.chosen: set[str] = set()
+        """Environment variables that the user left open and that were set in their place."""
         _current = self
 
     def progress(self, done: int, total: int, text: str) -> None:

@@ -7,16 +7,20 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
+from primus_ext.observe import streams
 
-class HostEvent:
+
+class HostEvent(streams.Event):
     """``torch.cuda.Event``; time is the host's."""
 
     def __init__(self, *_args: Any, **_kwargs: Any) -> None:
+        super().__init__()
         self._time = 0.0
 
     def record(self, stream: Any = None) -> None:
-        """Take the time."""
+        """Take the time, and the position in the stream."""
         self._time = time.perf_counter()
+        self.mark(stream if isinstance(stream, streams.Stream) else streams.current())
 
     def elapsed_time(self, end_event: HostEvent) -> float:
         """Milliseconds from this event to ``end_event``."""
@@ -27,13 +31,16 @@ class HostEvent:
         return True
 
     def wait(self, stream: Any = None) -> None:
-        """Nothing to wait for."""
+        """Nothing to wait for here; on the device ``stream`` waits."""
+        waiting = stream if isinstance(stream, streams.Stream) else streams.current()
+        if self.stream is not None:
+            waiting.wait_for(self.stream, self.position)
 
     def synchronize(self) -> None:
         """Nothing to wait for."""
 
 
-class HostStream:
+class HostStream(streams.Stream):
     """``torch.cuda.Stream``; also usable as ``with stream:``."""
 
     cuda_stream = 0
@@ -41,7 +48,7 @@ class HostStream:
     device_index = 0
 
     def __init__(self, *_args: Any, **_kwargs: Any) -> None:
-        pass
+        super().__init__()
 
     @classmethod
     def priority_range(cls) -> tuple[int, int]:
@@ -55,10 +62,14 @@ class HostStream:
         return event
 
     def wait_event(self, event: Any) -> None:
-        """Nothing to wait for."""
+        """Nothing to wait for here; on the device what follows waits."""
+        if isinstance(event, HostEvent):
+            event.wait(self)
 
     def wait_stream(self, stream: Any) -> None:
-        """Nothing to wait for."""
+        """Nothing to wait for here; on the device what follows waits."""
+        if isinstance(stream, streams.Stream):
+            self.wait_for(stream, stream.issued)
 
     def synchronize(self) -> None:
         """Nothing to wait for."""
@@ -68,10 +79,11 @@ class HostStream:
         return True
 
     def __enter__(self) -> HostStream:
+        streams.enter(self)
         return self
 
     def __exit__(self, *_exc: Any) -> None:
-        pass
+        streams.leave()
 
 
 class ExternalHostStream(HostStream):
@@ -81,4 +93,11 @@ class ExternalHostStream(HostStream):
 @contextlib.contextmanager
 def stream_context(stream: Any) -> Iterator[Any]:
     """``torch.cuda.stream``."""
-    yield stream
+    if not isinstance(stream, streams.Stream):  # None: nothing changes
+        yield stream
+        return
+    streams.enter(stream)
+    try:
+        yield stream
+    finally:
+        streams.leave()

@@ -22,7 +22,7 @@ from primus_ext.emulate.shims_stream import (
     HostStream,
     stream_context,
 )
-from primus_ext.observe import recorder
+from primus_ext.observe import recorder, streams
 
 _TORCH = "torch 2.4 to 2.14"
 CPU = torch.device("cpu")
@@ -94,14 +94,14 @@ _STREAMS = (
 @patch("torch.cuda", *_STREAMS, group="accelerator", versions=_TORCH,
        reason="streams and events need a driver; on the host everything runs in order")
 def _streams(module: Any) -> None:
-    main = HostStream()
+    main = streams.start(HostStream())
     _replace(
         module,
         Stream=HostStream,
         ExternalStream=ExternalHostStream,
         Event=HostEvent,
         stream=stream_context,
-        current_stream=lambda device=None: main,
+        current_stream=lambda device=None: streams.current(),
         default_stream=lambda device=None: main,
         set_stream=_nothing(),
         is_current_stream_capturing=lambda: False,
@@ -255,6 +255,8 @@ class DeviceMode(TorchFunctionMode):
                 CPU if _on_device(a) or (i == 1 and type(a) is int) else a
                 for i, a in enumerate(args)
             )
+        elif func is torch.device and args[:1] == ("cuda:cpu",):
+            return CPU  # f"cuda:{torch.cuda.current_device()}"
         elif func is torch.Tensor.type:
             return _tensor_type(func, args, kwargs or {})
         return func(*args, **(kwargs or {}))

@@ -75,7 +75,7 @@ def install(device: DeviceProfile) -> None:
     os.environ["TORCHDYNAMO_DISABLE"] = "1"
     _device = device
     logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)  # misses CUDA
-    from primus_ext.emulate import shims_torch
+    from primus_ext.emulate import shims_sharded, shims_torch  # noqa: F401  (declare)
 
     registry.apply_all("accelerator")
     shims_torch.enter_device_mode()

@@ -11,7 +11,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils._pytree import tree_iter
 
-from primus_ext.observe import classify_c10d, classify_deep_ep, classify_te
+from primus_ext.observe import (
+    classify_c10d,
+    classify_deep_ep,
+    classify_fsdp,
+    classify_functional,
+    classify_te,
+)
 from primus_ext.observe.specs import attention_op, dtype_name, gemm_op, moved_bytes, spec
 from primus_ext.trace import Family, Op
 
@@ -58,12 +64,16 @@ def classify(
     name = op_name(func)
     if name in _NO_KERNEL:
         return None
-    if func.namespace in ("c10d", "_c10d_functional"):
+    if func.namespace == "_c10d_functional":
+        return classify_functional.classify(name, args, produced, recorder)
+    if func.namespace == "c10d":
         return classify_c10d.classify(name, func, args, kwargs, recorder)
     if func.namespace == "primus_deep_ep":
         return classify_deep_ep.classify(name, func, args, kwargs, produced, recorder)
     if func.namespace == "primus_te":
         return classify_te.classify(name, func, args, kwargs, produced)
+    if func.namespace == "fsdp":
+        return classify_fsdp.classify(name, func, args, kwargs)
     gemm = _GEMMS.get(name)
     if gemm is not None:
         return gemm(name, args, produced[0] if produced else None)

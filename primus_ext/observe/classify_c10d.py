@@ -20,6 +20,8 @@ _OPS = {
     "c10d.allreduce_coalesced_": (CollectiveKind.ALL_REDUCE, 0, 1),
     "c10d.reduce_": (CollectiveKind.ALL_REDUCE, 0, 1),
     "c10d.broadcast_": (CollectiveKind.BROADCAST, 0, 1),
+    # its source sends as much as one that broadcasts; the output is one rank's part
+    "c10d.scatter_": (CollectiveKind.BROADCAST, 0, 2),
     "c10d.allgather_": (CollectiveKind.ALL_GATHER, 0, 2),
     "c10d._allgather_base_": (CollectiveKind.ALL_GATHER, 0, 2),
     "c10d.allgather_into_tensor_coalesced_": (CollectiveKind.ALL_GATHER, 0, 2),
@@ -39,8 +41,12 @@ class UnknownCollective(RuntimeError):
 
 
 def group_of(boxed: Any, recorder: Recorder) -> str:
+    """Short name of a process group as an op holds it; notes its ranks."""
+    return named_group(dist.ProcessGroup.unbox(boxed), recorder)
+
+
+def named_group(group: Any, recorder: Recorder) -> str:
     """Short name of a process group; notes its ranks."""
-    group = dist.ProcessGroup.unbox(boxed)
     name = recorder.group_names.get(group.group_name) or group.group_desc.lower()
     if name not in recorder.groups_seen:
         recorder.groups_seen[name] = tuple(dist.get_process_group_ranks(group))
@@ -62,6 +68,8 @@ def classify(name: str, func: Any, args: tuple, kwargs: dict, recorder: Recorder
     buffers = [t for t in tree_iter(args[buffer_at]) if isinstance(t, torch.Tensor)]
     asynchronous = _is_asynchronous(func, args, kwargs)
     size = sum(t.numel() * t.element_size() for t in buffers)
+    if name == "c10d.scatter_":
+        size *= len(recorder.groups_seen[group])
     dtype = dtype_name(buffers[0].dtype)
     family = Family.P2P if kind is CollectiveKind.SEND_RECV else Family.COLLECTIVE
     return Op(

@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
-from primus_ext.observe import classify
+from primus_ext.observe import classify, streams
 from primus_ext.observe.allocations import Kinds, Log, Logs
 from primus_ext.trace import Call, Op, ScopeKind
 
@@ -155,6 +155,8 @@ class Recorder(TorchDispatchMode):
         self.phase = "forward"
         self.modules: list[str] = []
         self.recording = False
+        self.with_streams = False
+        """Whether calls say which stream they are issued on and what they wait for."""
         self._fused_depth = 0
         self._fused_made: list[weakref.ref] = []
 
@@ -172,6 +174,8 @@ class Recorder(TorchDispatchMode):
     ) -> Any:
         if func is _DEVICE and isinstance(args[0], FakeTensor):  # two of three dispatches
             return _META if args[0].fake_mode.in_kernel_invocation else args[0].fake_device
+        if any(kind.__name__ == "DTensor" for kind in types):
+            return NotImplemented  # a sharded tensor: its own dispatch comes back with the shard
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
         if func.namespace == "prim" or (getattr(func, "is_view", False) and func not in _MADE):
@@ -202,7 +206,11 @@ class Recorder(TorchDispatchMode):
         module = self.modules[-1] if self.modules else ""
         prefix = f"{name}."
         module = "" if module == name else module.removeprefix(prefix)
-        self.calls.append((kind, name, Call(op=index, phase=self.phase, module=module)))
+        stream, waits = streams.MAIN, ()
+        if self.with_streams:
+            issuer = streams.current()
+            stream, waits = issuer.name, issuer.issue()
+        self.calls.append((kind, name, Call(index, self.phase, module, stream, waits)))
 
     def _kind(self, size: int, op: str) -> int:
         """Kind of a new storage, by where the program is."""

@@ -26,14 +26,19 @@ Part = tuple[ScopeKind, str, nn.Module]
 class Scopes:
     """Hooks on the parts of one model chunk that keep ``recorder.scope`` and ``phase`` right."""
 
-    def __init__(self, recorder: Recorder, parts: Iterable[Part]) -> None:
+    def __init__(
+        self, recorder: Recorder, parts: Iterable[Part], before_others: bool = False
+    ) -> None:
         """Install the hooks.
 
         Args:
             recorder: The recorder to keep informed.
             parts: Kind, name and module of every part; parts don't contain each other.
+            before_others: Hooks that the parts have already (those of sharded data parallelism,
+                which gather the parameters) run inside the part.
         """
         self._recorder = recorder
+        self._before_others = before_others
         self.in_backward = False
         for kind, name, module in parts:
             self._hook_part(kind, name, module)
@@ -60,8 +65,8 @@ class Scopes:
                 if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
                     tensor.register_hook(backward_starts)
 
-        module.register_forward_pre_hook(enter)
-        module.register_forward_hook(leave)
+        module.register_forward_pre_hook(enter, prepend=self._before_others)
+        module.register_forward_hook(leave, prepend=self._before_others)
 
     def _pusher(self, full: str) -> Any:
         def push(*_: Any) -> None:
@@ -83,12 +88,12 @@ def segments(
         order.setdefault((kind, name), ([], []))[0].append(call)
     for kind, name, call in backward:
         order.setdefault((kind, name), ([], []))[1].append(call)
-    merged: dict[tuple, tuple[str, int]] = {}
-    for (kind, name), (ahead, back) in order.items():
+    merged: dict[tuple, tuple[str, list[int]]] = {}
+    for place, ((kind, name), (ahead, back)) in enumerate(order.items()):
         key = (kind, tuple(ahead), tuple(back))
-        first, count = merged.get(key, (name, 0))
-        merged[key] = (first, count + 1)
+        merged.setdefault(key, (name, []))[1].append(place)
     return tuple(
-        Segment(kind=kind, name=name, count=count, forward=ahead, backward=back)
-        for (kind, ahead, back), (name, count) in merged.items()
-    )
+        Segment(kind=kind, name=name, count=len(places), forward=ahead, backward=back,
+                places=tuple(places))
+        for (kind, ahead, back), (name, places) in merged.items()
+    )  # fmt: skip

@@ -49,9 +49,9 @@ def not_modelled(plan: Plan, stages: Sequence[RankTrace], cluster: Cluster) -> t
         lines.append("overlap of expert communication with other experts' or layers' work")
     if plan.flags.get("tp_comm_overlap"):
         lines.append("tp_comm_overlap: tensor-parallel communication is counted as not hidden")
-    if plan.flags.get("use_megatron_fsdp") or plan.flags.get("use_torch_fsdp2"):
-        lines.append("FSDP: parameters are counted as not sharded")
-    if int(plan.flags.get("num_distributed_optimizer_instances", 1) or 1) > 1:
+    sharded = plan.flags.get("use_megatron_fsdp") or plan.flags.get("use_torch_fsdp2")
+    instances = int(plan.flags.get("num_distributed_optimizer_instances", 1) or 1)
+    if instances > 1 and not sharded:
         lines.append("several distributed-optimizer instances: priced as one")
     if plan.flags.get("cuda_graph_impl") not in (None, "", "none"):
         lines.append("CUDA graphs")

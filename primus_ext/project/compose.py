@@ -150,7 +150,7 @@ class _Step:
         for trace in stages:
             if id(trace) not in known:
                 known[id(trace)] = (
-                    stage.price(self._cost, trace),
+                    stage.price(self._cost, trace, shape.microbatches),
                     data_parallel.bucket_times(self._cost, trace, plan.parallelism),
                 )
         self._times = [known[id(stages[r])][0] for r in ranks]

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from primus_ext.cluster import Cluster
 from primus_ext.plan import Plan
-from primus_ext.project import allocator_config, inflight, outside, tight
+from primus_ext.project import allocator_config, inflight, outside, sharded, tight
 from primus_ext.project.footprint import footprint, replayable
 from primus_ext.project.programs import Shape
 from primus_ext.project.result import Memory, MemoryParts, RoleMemory
@@ -78,6 +78,8 @@ def _role(
         communication=moment.communication,
         reserve=static.workspaces,
     )
+    if trace.chunks[0].microbatches:
+        parts = sharded.parts(trace, shape.microbatches)
     peak = parts.total
     pipeline = trace.groups.get("pp", (trace.rank,))
     beside = outside.by_source(trace, cluster)

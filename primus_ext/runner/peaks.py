@@ -6,13 +6,10 @@ the whole device held (nvidia-smi), and the latter as a share of the HBM.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any
 
-from primus_ext import trace_io
-from primus_ext.cluster import Cluster
-from primus_ext.project.memory import outside_bytes
-from primus_ext.project.result import Memory
+from primus_ext.project.result import Memory, RoleMemory
 
 ALLOCATED, RESERVED, DEVICE = "torch allocated", "torch reserved", "device"
 _GIB = 2**30
@@ -46,27 +43,22 @@ def published(run: Mapping[str, Any]) -> dict[str, float]:
     return found
 
 
-def projected(
-    memory: Memory, traces: Sequence[Mapping[str, Any]], cluster: Cluster
-) -> dict[str, int]:
-    """The same figures of a projection, bytes; each of its heaviest pipeline rank.
-
-    Args:
-        memory: The verdict, roles in the order of the pipeline ranks.
-        traces: The traces it is of, plain.
-        cluster: The target.
-    """
-    outside = {
-        rank: outside_bytes(trace, cluster)
-        for trace in trace_io.traces_from_plain(list(traces))
-        for rank in trace.pp_ranks
-    }
-    roles = list(enumerate(memory.per_role))
+def projected(memory: Memory) -> dict[str, int]:
+    """The same figures of a projection, bytes; each of its heaviest pipeline rank."""
     return {
-        ALLOCATED: max(role.peak_bytes for _, role in roles),
-        RESERVED: max(role.reserved_bytes - outside[rank] for rank, role in roles),
-        DEVICE: max(role.reserved_bytes for _, role in roles),
+        ALLOCATED: max(_allocated(role) for role in memory.per_role),
+        RESERVED: max(
+            role.reserved_bytes - sum(role.outside.values()) for role in memory.per_role
+        ),
+        DEVICE: max(role.reserved_bytes for role in memory.per_role),
     }
+
+
+def _allocated(role: RoleMemory) -> int:
+    """Torch's figure; tensors and library workspaces, unrounded, where it was not replayed."""
+    if role.allocated_bytes is None:
+        return role.peak_bytes + role.library_bytes
+    return role.allocated_bytes
 
 
 def beside(

@@ -134,9 +134,7 @@ def projected(run: dict[str, Any], progress: Callable[[int, int, str], None]) ->
         projection = emulation.priced(answer, "simulate", cluster, [])
     except (child.ChildError, ValueError) as error:
         raise Skipped(str(error)) from error
-    return Projected(
-        nearest, projection, peaks.projected(projection.memory, answer["traces"], cluster)
-    )
+    return Projected(nearest, projection, peaks.projected(projection.memory))
 
 
 def project_run(run: dict[str, Any], progress: Callable[[int, int, str], None]) -> Row:

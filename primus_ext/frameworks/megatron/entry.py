@@ -11,6 +11,7 @@ from typing import Any
 from primus_ext.emulate import no_te, registry, session
 from primus_ext.frameworks.megatron import (  # noqa: F401  (declare)
     chunk_sort,
+    fsdp_patches,
     patches,
     routing,
     shapes,

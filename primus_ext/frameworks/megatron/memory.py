@@ -124,7 +124,7 @@ class StaticSizes:
         )
 
 
-def _bytes(tensors: Any, seen: set[int]) -> int:
+def bytes_of(tensors: Any, seen: set[int]) -> int:
     """Bytes of distinct storages that were not seen before."""
     size = 0
     for tensor in tensors:
@@ -152,17 +152,17 @@ def static(recorder: Recorder, bare: list[Any], model: list[Any], optimizer: Any
     tensors = {
         "parameters": weights,
         "gradients": [b.grad_data for b in buffers],
-        "optimizer": _optimizer_tensors(optimizer),
+        "optimizer": optimizer_tensors(optimizer),
     }
     sizes, numbers, log = {}, {}, recorder.memory.logs.setup
     for part, members in tensors.items():
         known = set(seen)
-        sizes[part] = _bytes(members, seen)
+        sizes[part] = bytes_of(members, seen)
         numbers[part] = frozenset(log.number(key) for key in seen - known)
     return StaticSizes(**sizes, live=recorder.memory.live, numbers=numbers)
 
 
-def _optimizer_tensors(optimizer: Any) -> list[torch.Tensor]:
+def optimizer_tensors(optimizer: Any) -> list[torch.Tensor]:
     """Main parameters and states of every optimizer below a (chained) Megatron optimizer."""
     found: list[torch.Tensor] = []
     for member in getattr(optimizer, "chained_optimizers", [optimizer]):

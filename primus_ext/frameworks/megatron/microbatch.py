@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_iter
 
+from primus_ext.emulate import session
 from primus_ext.frameworks.megatron import plans, roles
 from primus_ext.frameworks.megatron.real_values import fill
 from primus_ext.observe.allocations import Log
@@ -25,12 +26,15 @@ Recorded = list[tuple[ScopeKind, str, Call]]
 def batches(args: Any) -> Iterator[dict[str, torch.Tensor]]:
     """What a GPT data loader yields: token ids, labels, loss mask and positions ``[mbs, seq]``."""
     shape = (args.micro_batch_size, args.seq_length)
+    real = session.current().request.get("storage") == "real"
+    # with storage, ids must be legal and some token must count
+    make, counting = (torch.zeros, torch.ones) if real else (torch.empty, torch.empty)
     while True:
         yield {
-            "tokens": fill(torch.empty(shape, dtype=torch.int64), args.padded_vocab_size),
-            "labels": fill(torch.empty(shape, dtype=torch.int64), args.padded_vocab_size),
-            "loss_mask": fill(torch.empty(shape, dtype=torch.float32)),
-            "position_ids": fill(torch.empty(shape, dtype=torch.int64), args.seq_length),
+            "tokens": fill(make(shape, dtype=torch.int64), args.padded_vocab_size),
+            "labels": fill(make(shape, dtype=torch.int64), args.padded_vocab_size),
+            "loss_mask": fill(counting(shape, dtype=torch.float32)),
+            "position_ids": fill(make(shape, dtype=torch.int64), args.seq_length),
         }
 
 
@@ -70,6 +74,11 @@ class Microbatch:
         """Bytes of what takes the place of that activation when it is sent."""
         self.crossing: dict[str, int] = {}
         """Numbers in the innermost log of what crosses the boundaries: see ``ChunkEvents``."""
+        self.last = False
+        """Whether gradients may be reduced as in the last microbatch of a step."""
+
+    def _synchronisation(self) -> contextlib.AbstractContextManager[Any]:
+        return contextlib.nullcontext() if self.last else self._chunk.no_sync()
 
     def forward(self, first: bool = False) -> Recorded:
         """Run the forward; its output is handed on and freed.
@@ -84,7 +93,7 @@ class Microbatch:
             if hasattr(module, "is_first_microbatch"):  # Transformer Engine's layers keep it
                 module.is_first_microbatch = first
         config, peak = self._config, self._recorder.memory
-        with self._chunk.no_sync(), self._recorder.collect("forward") as calls:
+        with self._synchronisation(), self._recorder.collect("forward") as calls:
             self._received = None if self.has_embedding else _received(config, self._index)
             self._output, self._tokens = schedules.forward_step(
                 self._step, batches(plans.arguments()), self._chunk, 1, self._hand(self._received),
@@ -123,7 +132,7 @@ class Microbatch:
 
         recorder, scopes, config = self._recorder, self._scopes, self._config
         recorder.memory.reset_peak()
-        with self._chunk.no_sync(), recorder.collect("backward") as calls:
+        with self._synchronisation(), recorder.collect("backward") as calls:
             scopes.in_backward = True
             recorder.scope = (ScopeKind.OUTPUT, OUTPUT)
             if not self.has_output:
@@ -237,10 +246,11 @@ def in_flight(
 
 def _position(chunk: Any) -> tuple[bool, bool]:
     """Whether the chunk has the embedding, and whether it has the output."""
-    from megatron.core.utils import unwrap_model
+    from megatron.core.utils import get_attr_wrapped_model
 
-    bare: Any = unwrap_model(chunk)
-    return bool(bare.pre_process), bool(bare.post_process)
+    names = ("pre_process", "post_process")
+    embedding, output = (get_attr_wrapped_model(chunk, name) for name in names)
+    return bool(embedding), bool(output)
 
 
 def _received(config: Any, chunk: int) -> torch.Tensor:

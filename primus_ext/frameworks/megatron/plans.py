@@ -144,9 +144,8 @@ def _model(args: Any, config: Any) -> Model:
 
 
 _UNSUPPORTED = {
-    "use_torch_fsdp2": "torch FSDP2",
-    "use_megatron_fsdp": "Megatron-FSDP",
     "optimizer_cpu_offload": "the optimizer's offload to the host",
+    "nccl_ub": "memory pools that are registered with NCCL",
 }
 
 
@@ -162,6 +161,12 @@ def refuse_unsupported(args: Any) -> None:
                 f"{name}=True can't be projected by this version, which has no model of {words}; "
                 f"legal: {name}=False"
             )
+    stages = args.pipeline_model_parallel_size
+    if args.use_megatron_fsdp and stages > 1:
+        raise ProgramError(
+            f"pipeline_model_parallel_size={stages} is not legal with use_megatron_fsdp=True: "
+            "Megatron-FSDP shards over all ranks but those of tp and ep, so it must be 1"
+        )
 
 
 def require_format(plan: Plan, request: dict[str, Any]) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 from primus_ext.emulate import echoing_peers, real_peers, session, tripwire, virtual_world
 from primus_ext.frameworks.megatron import (
     equal,
+    fsdp,
     memory,
     microbatch,
     parts,
@@ -59,7 +60,8 @@ def trace(
         args = plans.arguments()
         config = plans.transformer_config(call.arguments["cfg_container"])
         rank = roles.global_rank(pp_ranks[0], args) + roles.heaviest(pp_ranks[0], args, config)
-    result = run(original, call, rank, functools.partial(_record, pp_ranks=pp_ranks))
+    record = fsdp.record if fsdp.is_sharded(plans.arguments()) else _record
+    result = run(original, call, rank, functools.partial(record, pp_ranks=pp_ranks))
     routing.save(session.current().request.get("routing_out"))
     return result
 

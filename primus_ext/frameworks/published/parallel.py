@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from primus_ext.frameworks import published_fsdp
 from primus_ext.frameworks.published.draft import Draft, NotProjectable
 
 _ONE_F_ONE_B = ("1f1b", "interleaved")
@@ -96,11 +97,13 @@ def layout(layers: int, stages: int, mtp_layers: int) -> str:
 
 
 def _data_parallel(draft: Draft, parallelism: dict[str, Any]) -> None:
+    sharded = published_fsdp.arguments(draft.run, draft.notes) if draft.fsdp else None
+    if sharded is not None:
+        draft.add(*sharded)
+        return
     if not (parallelism.get("distributed_optimizer") or draft.fsdp):
         return
     draft.add("--use-distributed-optimizer")
-    if draft.fsdp:
-        draft.note("FSDP projected as a distributed optimizer (parameters not sharded)")
     overlap = draft.is_on("overlap_grad_reduce", "OVERLAP_GRAD_REDUCE")
     gather = draft.is_on("overlap_param_gather", "OVERLAP_PARAM_GATHER")
     if "DeepSpeed" in draft.framework:

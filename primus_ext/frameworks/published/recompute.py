@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from primus_ext.frameworks import published_fsdp
 from primus_ext.frameworks.published.draft import Draft, NotProjectable
 
 
@@ -14,7 +15,10 @@ def write(draft: Draft) -> None:
     recompute = draft.run["recompute"]
     granularity = recompute.get("granularity")
     if granularity is None:
-        draft.note("recompute not stated: none assumed")
+        known = published_fsdp.public_recompute(draft.run, draft.notes)
+        draft.add(*known)
+        if not known:
+            draft.note("recompute not stated: none assumed")
     elif granularity == "full":
         _full(draft)
     elif granularity == "selective":
@@ -41,8 +45,9 @@ def _full(draft: Draft) -> None:
 def _selective(draft: Draft) -> None:
     recompute = draft.run["recompute"]
     modules = recompute.get("modules") or []
+    like = [] if modules else published_fsdp.selective_modules(draft.run, draft.notes)
     draft.add("--recompute-granularity", "selective")
-    if modules:
-        draft.add("--recompute-modules", *modules)
+    if modules or like:
+        draft.add(*(like or ["--recompute-modules", *modules]))
     elif "core attention" not in str(recompute.get("detail")):
         draft.note("what is recomputed is not stated: the core attention")

@@ -1,0 +1,52 @@
+"""What must be different in Megatron-FSDP while a rank is emulated (group ``megatron``)."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from primus_ext.emulate.host_tensor import host_values
+from primus_ext.emulate.registry import patch
+
+_CORE = "megatron-core 0.19"
+_ADAPTER = "megatron.core.distributed.fsdp.mcore_fsdp_adapter"
+
+
+def _on_host(function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with host_values():
+            return function(*args, **kwargs)
+
+    return run
+
+
+@patch(_ADAPTER, "_get_dp_tp_mesh", "_get_hsdp_tp_mesh", group="megatron", versions=_CORE,
+       reason="the ranks of a device mesh are values that the host needs")
+def _meshes(module: Any) -> None:
+    module._get_dp_tp_mesh = _on_host(module._get_dp_tp_mesh)
+    module._get_hsdp_tp_mesh = _on_host(module._get_hsdp_tp_mesh)
+
+
+
+@patch("megatron.core.distributed.fsdp.src.megatron_fsdp.param_and_grad_buffer",
+       "_check_nan_in_grad", group="megatron", versions=_CORE,
+       reason="whether a gradient is finite is a flag that the host reads, and no flag is up")
+def _finite(module: Any) -> None:
+    def check(grad: torch.Tensor) -> None:
+        norm = torch.linalg.norm(grad)
+        torch.isnan(norm)
+        torch.isfinite(norm)
+
+    module._check_nan_in_grad = check
+
+
+@patch("megatron.core.distributed.fsdp.src.megatron_fsdp.uneven_dtensor",
+       "validate_uneven_dtensor", group="megatron", versions=_CORE,
+       reason="the place of a shard, which only checkpoints use, follows from what all ranks hold: "
+              "virtual ranks hold what this one holds, which does not add up")
+def _places(module: Any) -> None:
+    module.validate_uneven_dtensor = lambda dtensor: None

@@ -1,0 +1,113 @@
+"""Published runs whose parameters were sharded over the data-parallel ranks, as Megatron runs it.
+
+Torch FSDP (1 and 2), DeepSpeed's ZeRO-3 and MaxText's FSDP become torch FSDP2; Megatron-FSDP stays
+what it is.  Where Megatron can't shard parameters the run becomes a distributed optimizer.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+_FSDP2 = (
+    "--use-torch-fsdp2", "--ckpt-format", "torch_dist", "--no-gradient-accumulation-fusion",
+    "--untie-embeddings-and-output-weights",
+)  # fmt: skip
+_MEGATRON_FSDP = (
+    "--use-megatron-fsdp", "--data-parallel-sharding-strategy", "optim_grads_params",
+    "--ckpt-format", "fsdp_dtensor", "--use-distributed-optimizer",
+    "--no-gradient-accumulation-fusion",
+)  # fmt: skip
+
+
+def is_sharded(parallelism: dict[str, Any]) -> bool:
+    """Whether parameters were sharded over the data-parallel ranks."""
+    return bool(parallelism.get("fsdp")) or (parallelism.get("zero_stage") or 0) > 1
+
+
+def arguments(run: dict[str, Any], notes: list[str]) -> list[str] | None:
+    """Megatron arguments of the sharding; None where Megatron can't shard parameters.
+
+    Args:
+        run: The published run.
+        notes: Approximations made are appended.
+    """
+    parallelism = run["parallelism"]
+    stated = parallelism.get("fsdp")
+    details = stated if isinstance(stated, dict) else {}
+    if "megatron" in str(details.get("kind")):
+        return [*_MEGATRON_FSDP, *_instances(parallelism, details)]
+    refused = _refused(run)
+    if refused:
+        notes.append(
+            f"FSDP projected as a distributed optimizer (parameters not sharded): "
+            f"torch FSDP2 has no {refused} in Megatron"
+        )
+        return None
+    argv: list[str] = list(_FSDP2)
+    if "SHARD_GRAD_OP" in str(details.get("strategy")) or parallelism.get("zero_stage") == 2:
+        argv.append("--torch-fsdp2-no-reshard-after-forward")
+    framework = str(run.get("software", {}).get("framework") or run["source"]["name"])
+    if not framework.startswith(("Primus", "Megatron")):
+        notes.append(
+            "FSDP2 as Megatron runs it: bf16 parameters and gradients, FP32 main parameters"
+        )
+    if run["model"].get("tied_embeddings"):
+        notes.append("embeddings untied: Megatron's FSDP2 wants it")
+    group = details.get("shard_group")
+    if group is not None and group < parallelism["dp"] * (parallelism.get("cp") or 1):
+        notes.append(f"sharded over all data-parallel ranks, not over groups of {group}")
+    return argv
+
+
+def _instances(parallelism: dict[str, Any], details: dict[str, Any]) -> list[str]:
+    """Groups that shard among themselves (HSDP)."""
+    ranks = parallelism["dp"] * (parallelism.get("cp") or 1)
+    instances = ranks // (details.get("shard_group") or ranks)
+    if instances < 2:
+        return []
+    return ["--num-distributed-optimizer-instances", str(instances)]
+
+
+def _refused(run: dict[str, Any]) -> str:
+    """What of the run Megatron refuses together with torch FSDP2; '' if nothing."""
+    parallelism = run["parallelism"]
+    if (parallelism.get("pp") or 1) > 1:
+        return "pipeline parallelism"
+    if (parallelism.get("ep") or 1) > 1:
+        return "expert parallelism"
+    return "fp16" if run["precision"]["compute"] == "fp16" else ""
+
+
+def selective_modules(run: dict[str, Any], notes: list[str]) -> list[str]:
+    """Modules that Megatron recomputes where torchtitan's selective checkpointing ran.
+
+    torchtitan keeps the results of attention and of every second matrix product of a layer (the
+    key, output and up projections).  For a gated MLP with 3.5 times the hidden size these are as
+    many bytes as what is left of a layer whose MLP is recomputed; more is recomputed, though.
+    """
+    if "torchtitan" not in run["source"]["name"]:
+        return []
+    notes.append("torchtitan's selective checkpointing projected as recompute of the MLP")
+    return ["--recompute-modules", "mlp"]
+
+
+_PUBLIC = re.compile(r"full recompute of (\d+) of (\d+) layers")
+
+
+def public_recompute(run: dict[str, Any], notes: list[str]) -> list[str]:
+    """Recomputation that a run does not state, as the public configurations of its model have it.
+
+    Args:
+        run: The published run; ``recompute.basis`` quotes those configurations.
+        notes: The assumption is appended.
+
+    Returns:
+        Megatron arguments; none where nothing is quoted for a model of as many layers.
+    """
+    quoted = _PUBLIC.search(str(run["recompute"].get("basis") or ""))
+    if quoted is None or int(quoted[2]) != run["model"]["num_layers"]:
+        return []
+    notes.append(f"recompute not stated: {quoted[0]}, as in public configurations of the model")
+    return ["--recompute-granularity", "full", "--recompute-method", "block",
+            "--recompute-num-layers", quoted[1]]  # fmt: skip
