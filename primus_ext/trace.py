@@ -219,8 +219,7 @@ class ChunkMemory:
     """What the microbatch leaves until the end of the step, not in ``saved_bytes``: its losses."""
     counted_bytes: int = 0
     """Part of ``saved_bytes`` that the schedule holds until its next forward is through: the
-    number of tokens and, on the last stage of a pipeline, the loss with what the autograd
-    functions behind it keep of their own.  0 if interleaved."""
+    number of tokens and, on the last stage of a pipeline, the loss.  0 if interleaved."""
     stub_bytes: int = 0
     """Part of ``saved_bytes``: the one element that takes the place of an output that was sent."""
     leftover_bytes: int = 0

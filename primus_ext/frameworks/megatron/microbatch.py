@@ -68,8 +68,6 @@ class Microbatch:
         self._output: Any = None
         self._tokens: Any = None
         self._sent: tuple[int, ...] = ()
-        self.graph_bytes = 0
-        """Known after the backward: see :meth:`_held_by_graph`."""
         self.host_bytes = 0
         """Held in host memory from the end of the forward to the backward."""
         self.boundary = 0
@@ -155,27 +153,10 @@ class Microbatch:
             self._note("received", self._received)
             self._note("input_gradient", self._received.grad)
             recorder.memory.untrack(_tensors(transfers))
-        self.graph_bytes = self._held_by_graph()
         self._received = self._gradient = self._output = self._tokens = None
         offloading.end_of_step(config)
         gc.collect()
         return calls
-
-    def _held_by_graph(self) -> int:
-        """Bytes that live as long as a loss which is rebound: attributes of autograd functions.
-
-        What a function saves for its backward is freed by it; what it keeps otherwise (the handle
-        of DeepEP's dispatch) goes with the graph.
-        """
-        if self.has_embedding or not self.has_output or self._interleaved:
-            return 0
-        memory = self._recorder.memory
-        before, own = memory.live, memory.size_of(_tensors(self._output))
-        self._output, last = None, -1
-        while memory.live != last:  # a function is collected only after those behind it
-            last = memory.live
-            gc.collect()
-        return before - memory.live - own
 
 
 def record(make: Callable[[list[Any]], Microbatch], memory: LiveBytes, index: int,
@@ -206,7 +187,7 @@ def record(make: Callable[[list[Any]], Microbatch], memory: LiveBytes, index: in
         forward_peak_bytes=one.forward_peaks[0],
         backward_peak_bytes=one.backward_peak - base - logged,
         logged_bytes=logged,
-        counted_bytes=counted + one.graph_bytes,
+        counted_bytes=counted,
         stub_bytes=one.stub,
         leftover_bytes=memory.live - base - logged,
         forward_peak_after_bytes=one.forward_peaks[1] - base,
