@@ -218,10 +218,11 @@ class ChunkMemory:
     logged_bytes: int = 0
     """What the microbatch leaves until the end of the step, not in ``saved_bytes``: its losses."""
     counted_bytes: int = 0
-    """Part of ``saved_bytes`` that the schedule holds until its next forward is through: the
-    number of tokens and, on the last stage of a pipeline, the loss.  0 if interleaved."""
+    """The number of tokens, which the schedule holds until its next forward is through; not in
+    ``saved_bytes``.  0 if interleaved."""
     stub_bytes: int = 0
-    """Part of ``saved_bytes``: the one element that takes the place of an output that was sent."""
+    """Part of ``saved_bytes``: what is left of an output that was sent, one element; in the last
+    stage of a pipeline the loss."""
     leftover_bytes: int = 0
     """What modules keep of a microbatch after its backward, until the chunk's next forward: e.g.
     the token dispatcher's tables."""

@@ -3,8 +3,8 @@
 Megatron-core 0.19, ``pipeline_parallel/schedules.py``, local variables of the loops:
 
 - the gradient of the input that the last backward returned, until the next backward is through;
-- without interleaving, the output of the last backward, whose graph holds the stage's input, until
-  the next forward is through;
+- without interleaving, the number of tokens of the last forward; and until the next forward is
+  through, what is left of the output of the last backward, its gradient, and the stage's input;
 - interleaved, the output just made until the next forward (it is sent meanwhile), after that what
   took its place, and with overlapped exchanges the input that the last warm-up exchange received,
   to the end.
@@ -88,12 +88,13 @@ class Retained:
             self._logged += self.skipped * sum(memory.logged_bytes for memory in self.chunks)
 
     def _of_1f1b(self, forward: bool) -> int:
+        tokens = self.chunks[0].counted_bytes if self._newest is not None else 0
         if self._last_backward is None:
-            return 0
+            return tokens
         gradient = received = self._input(0)
         if not forward:
-            return gradient
-        return gradient + received + self._output(0) + self.chunks[0].counted_bytes
+            return tokens + gradient
+        return tokens + gradient + received + self._output(0) + self.chunks[0].stub_bytes
 
     def _of_interleaved(self, forward: bool) -> int:
         """Each tensor once, whoever keeps it."""

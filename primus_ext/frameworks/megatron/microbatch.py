@@ -73,7 +73,7 @@ class Microbatch:
         self.boundary = 0
         """Bytes of the activation sent to the next stage (0 on the last)."""
         self.stub = 0
-        """Bytes of what takes the place of that activation when it is sent."""
+        """Bytes of what is left of the output after its backward: ``ChunkMemory.stub_bytes``."""
         self.crossing: dict[str, int] = {}
         """Numbers in the innermost log of what crosses the boundaries: see ``ChunkEvents``."""
         self.last = False
@@ -114,6 +114,8 @@ class Microbatch:
             schedules.deallocate_output_tensor(output, config.deallocate_pipeline_outputs)
             if config.deallocate_pipeline_outputs:
                 self.stub = output.element_size()
+        elif not self.has_embedding:  # without a pipeline Megatron deletes the loss at once
+            self.stub = peak.size_of(_tensors(self._output))
         if self._interleaved:  # this schedule forgets the number of tokens at once
             self._tokens = None
         return calls
@@ -123,11 +125,8 @@ class Microbatch:
         self.crossing[name] = memory.number(tensor, memory.logs.innermost)
 
     def counted(self) -> int:
-        """Bytes that the schedule's loop holds until its next forward: see ``ChunkMemory``."""
-        # without a pipeline Megatron deletes the loss after the backward, else it is rebound
-        rebound = self._output if self.has_output and not self.has_embedding else None
-        rebound = None if self._interleaved else rebound
-        return self._recorder.memory.size_of(_tensors((self._tokens, rebound)))
+        """Bytes of the number of tokens: see ``ChunkMemory.counted_bytes``."""
+        return self._recorder.memory.size_of(_tensors(self._tokens))
 
     def backward(self) -> Recorded:
         """Run the backward and forget the microbatch."""
@@ -179,13 +178,13 @@ def record(make: Callable[[list[Any]], Microbatch], memory: LiveBytes, index: in
         forward = one.forward(first)
         ahead = len(log.events)
         logged, counted = memory.size_of(_tensors(losses)), one.counted()
-        saved = memory.fresh - logged
+        saved = memory.fresh - logged - counted
         base = memory.live - memory.fresh  # leftovers of the microbatch before are gone
         backward = one.backward()
     sizes = ChunkMemory(
         saved_bytes=saved,
         forward_peak_bytes=one.forward_peaks[0],
-        backward_peak_bytes=one.backward_peak - base - logged,
+        backward_peak_bytes=one.backward_peak - base - logged - counted,
         logged_bytes=logged,
         counted_bytes=counted,
         stub_bytes=one.stub,
@@ -236,15 +235,16 @@ def in_flight(
     base = memory.live - memory.fresh
     memory.reset_peak()
     latest.forward()
-    logged = memory.size_of(_tensors(losses)) // 2
-    saved = memory.live - base - alone.saved_bytes - 2 * logged
-    forward_peak = latest.forward_peaks[1] - base - saved - logged
+    # losses and numbers of tokens are accounted for apart
+    apart = memory.size_of(_tensors(losses)) // 2 + older.counted()
+    saved = memory.live - base - alone.saved_bytes - 2 * apart
+    forward_peak = latest.forward_peaks[1] - base - saved - apart
     older.backward()
     sizes = dataclasses.replace(
         alone,
         inflight_saved_bytes=saved,
         inflight_forward_peak_bytes=forward_peak,
-        inflight_backward_peak_bytes=older.backward_peak - base - alone.saved_bytes - 2 * logged,
+        inflight_backward_peak_bytes=older.backward_peak - base - alone.saved_bytes - 2 * apart,
     )
     latest.backward()
     return sizes
