@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_iter
 
-from primus_ext.emulate import session
 from primus_ext.frameworks.megatron import offloading, plans, roles
 from primus_ext.frameworks.megatron.real_values import fill
 from primus_ext.observe.allocations import Log
@@ -26,15 +25,12 @@ Recorded = list[tuple[ScopeKind, str, Call]]
 def batches(args: Any) -> Iterator[dict[str, torch.Tensor]]:
     """What a GPT data loader yields: token ids, labels, loss mask and positions ``[mbs, seq]``."""
     shape = (args.micro_batch_size, args.seq_length)
-    real = session.current().request.get("storage") == "real"
-    # with storage, ids must be legal and some token must count
-    make, counting = (torch.zeros, torch.ones) if real else (torch.empty, torch.empty)
     while True:
         yield {
-            "tokens": fill(make(shape, dtype=torch.int64), args.padded_vocab_size),
-            "labels": fill(make(shape, dtype=torch.int64), args.padded_vocab_size),
-            "loss_mask": fill(counting(shape, dtype=torch.float32)),
-            "position_ids": fill(make(shape, dtype=torch.int64), args.seq_length),
+            "tokens": fill(torch.empty(shape, dtype=torch.int64), args.padded_vocab_size),
+            "labels": fill(torch.empty(shape, dtype=torch.int64), args.padded_vocab_size),
+            "loss_mask": fill(torch.empty(shape, dtype=torch.float32)),
+            "position_ids": fill(torch.empty(shape, dtype=torch.int64), args.seq_length),
         }
 
 
