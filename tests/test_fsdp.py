@@ -53,13 +53,11 @@ slow = pytest.mark.slow
 
 
 def run(folder: Path, args: str, **request: Any) -> dict[str, Any]:
-    common = [w for w in emulation.COMMON if w != "--use-distributed-optimizer"]
-    if "torch-fsdp2" not in args:
-        common = emulation.COMMON
+    dropped = "--use-distributed-optimizer" if "torch-fsdp2" in args else ""
+    common = [word for word in emulation.COMMON if word != dropped]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(emulation, "COMMON", common)
         patch.delenv("CUDA_DEVICE_MAX_CONNECTIONS", raising=False)
-        answer = emulation.emulate(folder, WORLD, MODEL + args, **request)
+        answer = emulation.emulate(folder, WORLD, MODEL + args, common, **request)
     assert answer["status"] == "ok", (answer.get("message"), answer["stderr"][-3000:])
     return answer
 
