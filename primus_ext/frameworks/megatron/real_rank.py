@@ -17,6 +17,7 @@ from primus_ext.emulate import device_kernels, session, virtual_peers
 from primus_ext.emulate.host_tensor import host_values, keep
 from primus_ext.frameworks.megatron import microbatch, rank, whole_rank
 from primus_ext.observe.allocator_meter import AllocatorMeter, Metered
+from primus_ext.observe.recorder import LiveBytes
 
 _SPLITS = ("input_splits", "output_splits", "output_splits_tp")
 """What the dispatcher hands to collectives as lists; on the CPU it would leave tensors."""
@@ -30,6 +31,7 @@ class Observer:
     def __init__(self) -> None:
         self.group_names: dict[str, str] = {}
         self.memory = self
+        self.host = LiveBytes(lambda _size, _op: 0)  # offloading with storage is not metered
         self.metered: Metered | None = None
         self._meter = AllocatorMeter()
 
