@@ -27,12 +27,6 @@ MODEL = (
         ("--optimizer sgd", {}, "Only Adam"),
         ("--position-embedding-type alibi", {}, "invalid choice: 'alibi'"),
         ("--fp8-format hybrid", {"formats": ["bf16"]}, "precision=fp8 is not available on h100"),
-        (
-            "--num-experts 4 --moe-router-topk 2 --moe-token-dispatcher-type flex "
-            "--moe-flex-dispatcher-backend deepep",
-            {},
-            "flex",
-        ),
         ("--pipeline-model-parallel-size 3", {}, "world size"),
         (
             "--use-megatron-fsdp --ckpt-format fsdp_dtensor --pipeline-model-parallel-size 2",

@@ -19,7 +19,7 @@ from primus_ext.report.units import gib, seconds
 from tests.synthetic import Job, plan, traces
 
 KEYS = ["schema_version", "plan", "program", "cluster", "mode", "model", "memory", "throughput",
-        "breakdown", "not_modelled", "warnings", "provenance"]  # fmt: skip
+        "breakdown", "not_modelled", "warnings", "provenance", "collectives"]  # fmt: skip
 
 
 def projection(**changes: int) -> Projection:

@@ -111,7 +111,7 @@ def install(request: dict[str, Any]) -> None:
     )  # fmt: skip
     if "CUDA_DEVICE_MAX_CONNECTIONS" not in os.environ:
         os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
-        sessions.current().chosen.add("CUDA_DEVICE_MAX_CONNECTIONS")
+        sessions.chosen.add("CUDA_DEVICE_MAX_CONNECTIONS")
     device = dict(request["device"])
     device["compute_capability"] = tuple(device["compute_capability"])
     virtual_cuda.install(virtual_cuda.DeviceProfile(device_count=local, **device))

@@ -27,6 +27,10 @@ class ProgramError(Exception):
     """The user's program or configuration can't be projected; the message is one sentence."""
 
 
+chosen: set[str] = set()
+"""Environment variables that the user left open and that were set in their place."""
+
+
 def current() -> Session:
     """The session of this process."""
     if _current is None:
@@ -47,8 +51,6 @@ class Session:
         self.request = request
         self.warnings: list[str] = []
         self.inputs = Inputs(Path(request["result"]).parent, request.get("cwd", ""))
-        self.chosen: set[str] = set()
-        """Environment variables that the user left open and that were set in their place."""
         _current = self
 
     def progress(self, done: int, total: int, text: str) -> None:

@@ -14,8 +14,8 @@ from primus_ext.project.result import Footprint, LiveAllocations, Timeline
 from primus_ext.project.schedule import programs
 from primus_ext.trace import RankTrace
 
-MOST_STEPS = 4
-"""Steps that are replayed at most; it ends earlier when a step leaves the reserved bytes alone."""
+STEPS = 4
+"""Steps that are replayed: what is reserved grows in the first ones."""
 MOST_POINTS = 250
 MOST_ALLOCATIONS = 20
 _STATIC = frozenset({"parameters", "gradients", "optimizer", "workspaces"})
@@ -29,7 +29,7 @@ def footprint(
     config: AllocatorConfig,
     workspaces: tuple[int, int] = (0, 0),
 ) -> Footprint:
-    """Allocate and free as the rank does, from its setup until steps repeat.
+    """Allocate and free as the rank does, from its setup through a few steps.
 
     Args:
         trace: Of the rank, with its events.
@@ -47,12 +47,10 @@ def footprint(
     replay = Replay(trace, rank, short, programs(short)[rank], sizes, workspaces)
     device = Device(replay, config)
     device.run([replay.setup()])
-    for number in range(MOST_STEPS):
-        before, live = device.allocator.reserved, device.live()
+    for number in range(STEPS):
+        live = device.live()
         pieces = list(replay.step(first=number == 0))
         device.run(pieces)
-        if number and device.allocator.reserved == before:
-            break
     timeline, top = _last_step(replay, live, device.made, pieces)
     return Footprint(
         tensor_bytes=int(max(sum(point[1:]) for point in timeline.points)),

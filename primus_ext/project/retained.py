@@ -105,9 +105,14 @@ class Retained:
         if self._newest is None or not self._output(chunk := self._newest[0]):
             return kept
         stub = self.chunks[chunk].stub_bytes
-        if not forward and self._after_forward:
+        if not forward and self._after_forward and self._has_steady_part():
             return kept + self._output(chunk) - stub
         return kept + (stub if chunk in self._finished else 0)  # its backward has passed
+
+    def _has_steady_part(self) -> bool:
+        """Whether forwards and backwards alternate; what a warm-up makes is sent and freed."""
+        forwards = self.shape.microbatches * self.shape.vpp
+        return interleaved.warmup_forwards(self.shape, self.rank) < forwards
 
     def after(self, forward: bool, chunk: int, microbatch: int) -> None:
         """The work is done."""

@@ -185,16 +185,15 @@ def _whole_step(stream: _Stream, trace: RankTrace, microbatches: int) -> StageTi
     """A step whose microbatches differ and overlap each other; its mean microbatch.
 
     Every part runs in its place, forward and then backward, on streams that go on from one
-    microbatch to the next, into the optimizer's step and from there into the next first forward.
+    microbatch to the next, and from the optimizer's step into the first forward after it.
     """
     chunk = trace.chunks[0]
     recorded = list(chunk.microbatches)
     often = sharded.weights(len(recorded), microbatches)
     if len(often) > len(recorded):
         recorded.insert(1, recorded[1])
-    # the step before: what it started may still run
-    entries = [_Entry(call, None, Ledger()) for call in trace.step]
     ahead, back, step = Ledger(), Ledger(), Ledger()
+    entries = [_Entry(call, None, step) for call in trace.step]
     shares: list[tuple[Ledger, Ledger, float]] = []
     for microbatch, weight in zip(recorded, often, strict=True):
         if not weight:
@@ -204,7 +203,6 @@ def _whole_step(stream: _Stream, trace: RankTrace, microbatches: int) -> StageTi
         entries += [_Entry(call, s.kind, forward) for s in placed for call in s.forward]
         entries += [_Entry(call, s.kind, backward) for s in placed[::-1] for call in s.backward]
         shares += [(ahead, forward, weight), (back, backward, weight)]
-    entries += [_Entry(call, None, step) for call in trace.step]
     stream.account(entries)
     for total, one, weight in shares:
         total.add(one, weight / microbatches)

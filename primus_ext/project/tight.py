@@ -7,13 +7,11 @@ from collections.abc import Sequence
 
 from primus_ext.project.allocator import OutOfMemoryError
 from primus_ext.project.allocator_config import AllocatorConfig
-from primus_ext.project.footprint import Device, enough
+from primus_ext.project.footprint import STEPS, Device, enough
 from primus_ext.project.programs import Shape
 from primus_ext.project.replay import Replay
 from primus_ext.project.schedule import programs
 from primus_ext.trace import RankTrace
-
-STEPS = 4
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -72,7 +72,7 @@ def _connections(module: Any) -> None:
     @functools.wraps(original)
     def validate_args(args: Any, *rest: Any, **kwargs: Any) -> Any:
         sharded = args.use_torch_fsdp2 or args.use_megatron_fsdp
-        if sharded and "CUDA_DEVICE_MAX_CONNECTIONS" in session.current().chosen:
+        if sharded and "CUDA_DEVICE_MAX_CONNECTIONS" in session.chosen:
             os.environ.pop("CUDA_DEVICE_MAX_CONNECTIONS", None)
         return original(args, *rest, **kwargs)
 
