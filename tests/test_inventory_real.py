@@ -82,7 +82,9 @@ def really_issued(folder: Path, world: int, args: str) -> list[list[dict[str, An
 
 def projected(folder: Path, world: int, args: str) -> tuple[Plan, list[RankTrace]]:
     """Plan and trace of every rank."""
-    answer = emulation.emulate(folder, world, MODEL + args, ranks=list(range(world)))
+    answer = emulation.emulate(
+        folder, world, MODEL + args, common=emulation.COMMON, ranks=list(range(world))
+    )
     assert answer["status"] == "ok", (answer["message"], answer["stderr"][-3000:])
     return trace_io.plan_from_plain(answer["plan"]), trace_io.traces_from_plain(answer["traces"])
 

@@ -63,7 +63,7 @@ def composed_and_whole(tmp_path: Path, world: int, args: str) -> list[tuple[int,
         pytest.param(2, "--context-parallel-size 2", id="cp2", marks=slow),
         pytest.param(8, TP2 + PP4 + VPP2, id="interleaved", marks=slow),
         pytest.param(
-            2, PP2 + VPP2 + "--no-overlap-p2p-communication", id="interleaved, blocking", marks=slow
+            4, PP4 + VPP2 + "--no-overlap-p2p-communication", id="interleaved, blocking", marks=slow
         ),
         pytest.param(
             4, "--overlap-grad-reduce --overlap-param-gather", id="dp4 overlapped", marks=slow

@@ -28,7 +28,7 @@ def published(run: Mapping[str, Any]) -> dict[str, float]:
     ``peak_memory_gb`` is in GiB in every source so far: nvidia-smi counts in MiB, torch's figures
     are divided by 2**30, and 288 GB of HBM are 288 GiB.
     """
-    measured = run["measured"]
+    measured = run.get("measured") or {}
     stated = str(measured.get("memory_kind") or "")
     found = {}
     if "percent of" in stated and measured.get("memory_pct") is not None:
