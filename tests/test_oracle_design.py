@@ -76,15 +76,16 @@ def table() -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
-def test_no_difference_of_the_table_is_unexplained() -> None:
+def test_no_difference_of_the_table_is_unexplained_but_the_open_ones() -> None:
     rows = table()
-    assert len(rows) >= 10
+    assert len({row["id"] for row in rows if row["virtual - composed"] == "0"}) >= 55
+    assert len({row["id"] for row in rows if row["real - virtual"] == "0"}) >= 45
+    assert {r["id"] for r in rows if r["reason"].startswith("open")} == set(oracle.OPEN)
     for row in rows:
         for column in ("virtual - composed", "real - virtual"):
             assert row[column] == "0" or row["reason"], row
 
 
-@pytest.mark.xfail(strict=True, reason="not every configuration was run yet")
 def test_the_table_holds_every_configuration() -> None:
     assert len(table()) == sum(oracle.stage_count(entry) for entry in ENTRIES)
 
