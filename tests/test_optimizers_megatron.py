@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from pathlib import Path
 
 import pytest
@@ -12,9 +11,6 @@ from tests.emulation import COMMON
 
 slow = pytest.mark.slow
 NOT_DISTRIBUTED = [a for a in COMMON if a != "--use-distributed-optimizer"]
-SCALAR = 4
-"""Bytes by which an offloaded optimizer's composition is off: one of the step's scalars, which is
-not explained yet."""
 OFFLOAD = "--use-precision-aware-optimizer --optimizer-cpu-offload "
 
 
@@ -30,7 +26,7 @@ def offloaded(tmp_path_factory: pytest.TempPathFactory) -> list[Compared]:
 
 
 def test_offloaded_optimizer_is_in_host_memory(offloaded: list[Compared]) -> None:
-    assert_same(offloaded, SCALAR)
+    assert_same(offloaded)
     for one in offloaded:
         # fp32 parameter, its gradient and two moments, of the half that this rank updates
         assert one.composed.host_bytes == 16 * shard(one, dp=2)
@@ -53,7 +49,7 @@ def test_offloaded_gradients_and_parameters_cross_the_host_link(
 @slow
 def test_half_of_the_optimizer_offloaded(tmp_path: Path) -> None:
     found = compared(tmp_path, 4, MODEL + PP2 + OFFLOAD + "--optimizer-offload-fraction 0.5")
-    assert_same(found, SCALAR)
+    assert_same(found)
     for one in found:
         elements = shard(one, dp=2)
         on_host = one.composed.host_bytes // 16
@@ -99,10 +95,6 @@ def newton_schulz(rows: int, columns: int, steps: int = 5) -> int:
 
 
 @slow
-@pytest.mark.skipif(
-    importlib.util.find_spec("emerging_optimizers") is None,
-    reason="Muon is in the package emerging-optimizers",
-)
 def test_muon_orthogonalises_every_matrix(tmp_path: Path) -> None:
     found = compared(tmp_path, 2, MODEL + "--optimizer muon", common=NOT_DISTRIBUTED)
     assert_same(found)

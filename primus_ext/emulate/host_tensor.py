@@ -7,7 +7,8 @@ fake-tensor mode would turn the result of any operation into a fake one.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -57,3 +58,14 @@ def _plain(value: torch.Tensor) -> torch.Tensor:
 def keep(value: torch.Tensor) -> torch.Tensor:
     """The same tensor, with operations that stay real."""
     return value.as_subclass(HostTensor)
+
+
+def on_host(function: Callable[..., Any]) -> Callable[..., Any]:
+    """``function`` with values: what it makes lies in host memory."""
+
+    @functools.wraps(function)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with host_values():
+            return function(*args, **kwargs)
+
+    return run

@@ -6,13 +6,11 @@ storage.
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from primus_ext.emulate.host_tensor import host_values
+from primus_ext.emulate.host_tensor import on_host
 from primus_ext.emulate.registry import patch
 from primus_ext.emulate.shims_stream import HostEvent
 
@@ -21,15 +19,6 @@ _MESH = (
     "__init__", "from_group", "mesh", "get_local_rank", "get_coordinate", "__getitem__",
     "_flatten", "__hash__", "__eq__",
 )  # fmt: skip
-
-
-def _on_host(function: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(function)
-    def run(*args: Any, **kwargs: Any) -> Any:
-        with host_values():
-            return function(*args, **kwargs)
-
-    return run
 
 
 @patch("torch.distributed.device_mesh", *(f"DeviceMesh.{name}" for name in _MESH),
@@ -41,13 +30,13 @@ def _device_mesh(module: Any) -> None:
         value: Any = vars(owner)[name]
         if isinstance(value, property):
             getter: Any = value.fget
-            replaced: Any = property(_on_host(getter))
+            replaced: Any = property(on_host(getter))
         elif isinstance(value, staticmethod):
-            replaced = staticmethod(_on_host(value.__func__))
+            replaced = staticmethod(on_host(value.__func__))
         else:
-            replaced = _on_host(value)
+            replaced = on_host(value)
         setattr(owner, name, replaced)
-    module.init_device_mesh = _on_host(module.init_device_mesh)
+    module.init_device_mesh = on_host(module.init_device_mesh)
 
 
 @patch("torch.distributed.fsdp._fully_shard._fsdp_init", "_get_device_from_mesh",

@@ -2,33 +2,22 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from primus_ext.emulate.host_tensor import host_values
+from primus_ext.emulate.host_tensor import on_host
 from primus_ext.emulate.registry import patch
 
 _CORE = "megatron-core 0.19"
 _ADAPTER = "megatron.core.distributed.fsdp.mcore_fsdp_adapter"
 
 
-def _on_host(function: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(function)
-    def run(*args: Any, **kwargs: Any) -> Any:
-        with host_values():
-            return function(*args, **kwargs)
-
-    return run
-
-
 @patch(_ADAPTER, "_get_dp_tp_mesh", "_get_hsdp_tp_mesh", group="megatron", versions=_CORE,
        reason="the ranks of a device mesh are values that the host needs")
 def _meshes(module: Any) -> None:
-    module._get_dp_tp_mesh = _on_host(module._get_dp_tp_mesh)
-    module._get_hsdp_tp_mesh = _on_host(module._get_hsdp_tp_mesh)
+    module._get_dp_tp_mesh = on_host(module._get_dp_tp_mesh)
+    module._get_hsdp_tp_mesh = on_host(module._get_hsdp_tp_mesh)
 
 
 

@@ -14,12 +14,11 @@ from typing import Any
 import torch
 
 from primus_ext.emulate import device_kernels, session, virtual_peers
-from primus_ext.emulate.host_tensor import host_values, keep
-from primus_ext.frameworks.megatron import microbatch, rank, whole_rank
+from primus_ext.emulate.host_tensor import host_values
+from primus_ext.frameworks.megatron import microbatch, rank, routing, whole_rank
 from primus_ext.observe.allocator_meter import AllocatorMeter, Metered
 from primus_ext.observe.recorder import LiveBytes
 
-_SPLITS = ("input_splits", "output_splits", "output_splits_tp")
 """What the dispatcher hands to collectives as lists; on the CPU it would leave tensors."""
 LARGEST = 40
 """Blocks of the peak that are reported, the largest first."""
@@ -82,7 +81,7 @@ def peak(
     if "rendezvous" not in session.current().request:
         virtual_peers.answer()
     device_kernels.write_random_values()
-    found = rank.run(original, call, member, whole_rank._two_steps, observer)
+    found = rank.run(original, call, member, whole_rank.two_steps, observer)
     assert observer.metered is not None
     sizes: dict[tuple[int, str], int] = {}
     for block in observer.metered.at_peak:
@@ -131,15 +130,7 @@ def _force_balance() -> None:
 
     def counted_on_host(self: Any, routing_map: torch.Tensor) -> torch.Tensor:
         with host_values():
-            counts = preprocess(self, routing_map)
-            for name in _SPLITS:
-                value = getattr(self, name, None)
-                if isinstance(value, torch.Tensor):
-                    setattr(self, name, value.numpy())
-        by_expert = getattr(self, "num_global_tokens_per_local_expert", None)
-        if by_expert is not None:
-            self.num_global_tokens_per_local_expert = keep(by_expert)
-        return keep(counts)
+            return routing.on_the_host(self, preprocess, routing_map)
 
     TopKRouter.forward = balanced
     MoEAlltoAllTokenDispatcher.preprocess = counted_on_host

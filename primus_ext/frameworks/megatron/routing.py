@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import weakref
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -104,6 +105,32 @@ def save(path: str | None) -> None:
     target.write_text(json.dumps(found))
 
 
+def on_the_host(
+    dispatcher: Any, preprocess: Callable[..., torch.Tensor], routing_map: torch.Tensor
+) -> torch.Tensor:
+    """What an all-to-all dispatcher counts, as the host reads it; call it where values exist.
+
+    Args:
+        dispatcher: Megatron's.
+        preprocess: Its own method of that name.
+        routing_map: ``[tokens, experts]`` bool.
+
+    Returns:
+        Tokens of each local expert.
+    """
+    counts = preprocess(dispatcher, routing_map)
+    for name in _SPLITS:
+        value = getattr(dispatcher, name, None)
+        if isinstance(value, torch.Tensor):
+            setattr(dispatcher, name, value.numpy())
+    if isinstance(dispatcher.num_out_tokens, torch.Tensor):
+        dispatcher.num_out_tokens = int(dispatcher.num_out_tokens)
+    by_expert = getattr(dispatcher, "num_global_tokens_per_local_expert", None)
+    if by_expert is not None:
+        dispatcher.num_global_tokens_per_local_expert = keep(by_expert)
+    return keep(counts)
+
+
 @patch(
     f"{_MOE}.token_dispatcher",
     "MoEAlltoAllTokenDispatcher.__init__",
@@ -128,17 +155,7 @@ def _all_to_all(module: ModuleType) -> None:
             if isinstance(routing_map, FakeTensor):
                 tokens = routing_map.shape[0]
                 chosen = map_of(expert_load.copies(_layer(self), tokens, self.config), tokens)
-            counts = preprocess(self, chosen)
-            for name in _SPLITS:
-                value = getattr(self, name, None)
-                if isinstance(value, torch.Tensor):
-                    setattr(self, name, value.numpy())
-            if isinstance(self.num_out_tokens, torch.Tensor):
-                self.num_out_tokens = int(self.num_out_tokens)
-            by_expert = getattr(self, "num_global_tokens_per_local_expert", None)
-            if by_expert is not None:
-                self.num_global_tokens_per_local_expert = keep(by_expert)
-            return keep(counts)
+            return on_the_host(self, preprocess, chosen)
 
     dispatcher.__init__ = initialize_with_values
     dispatcher.preprocess = preprocess_known

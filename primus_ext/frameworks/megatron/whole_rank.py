@@ -29,12 +29,13 @@ def peak(
         ``rank``, and in bytes ``peak_bytes`` during the second step, ``live_bytes`` before it and
         ``host_peak_bytes`` in host memory.
     """
-    return rank.run(original, call, member, _two_steps)
+    return rank.run(original, call, member, two_steps)
 
 
-def _two_steps(
+def two_steps(
     recorder: Recorder, member: int, training: inspect.BoundArguments
 ) -> dict[str, int]:
+    """Megatron's own loop over two steps, in place of training; see :func:`peak`."""
     import megatron.training.training as module
     from megatron.core.rerun_state_machine import (
         RerunDataIterator,
