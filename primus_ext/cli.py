@@ -60,6 +60,10 @@ def _parser() -> argparse.ArgumentParser:
     check.add_argument(
         "--run", dest="ids", action="append", default=[], metavar="ID", help="only this run"
     )
+    check.add_argument(
+        "--rows", choices=("newest", "all"), default="newest",
+        help="score only the newest row of each configuration (the default), or all",
+    )  # fmt: skip
     check.add_argument("--json", type=Path, metavar="OUT", help="write the result there")
     check.set_defaults(run=_validate)
     return parser
@@ -67,7 +71,9 @@ def _parser() -> argparse.ArgumentParser:
 
 def _validate(asked: argparse.Namespace) -> int:
     try:
-        return validate_runs(asked.runs, asked.subset, asked.ids, asked.json)
+        return validate_runs(
+            asked.runs, asked.subset, asked.ids, asked.json, asked.rows
+        )
     except UsageError as error:
         say(str(error))
         return Exit.USAGE

@@ -8,10 +8,13 @@ from pathlib import Path
 
 import pytest
 import yaml
+from hypothesis import given
+from hypothesis import strategies as st
 
 from primus_ext import cli
 from primus_ext.frameworks import published
-from primus_ext.runner import UsageError, validate
+from primus_ext.runner import UsageError, scores, validate
+from primus_ext.runner import runs as runs_file
 
 RUNS = Path(__file__).resolve().parents[1] / "validation" / "sanity_runs.yaml"
 
@@ -70,36 +73,122 @@ def test_what_is_not_mapped_is_skipped_with_the_reason(
     assert words in str(validate.project_run(run, lambda *_: None).skipped)
 
 
-def row(name: str, measured: float, predicted: float) -> validate.Row:
-    return validate.Row(
-        id=name,
-        group="g",
-        measured_s=measured,
-        predicted_s=predicted,
-        interval={"low": 0.9 * predicted, "high": 1.2 * predicted, "level": 0.8},
-    )
+def row(name: str, measured: float, predicted: float, cell: str = "c") -> scores.Scored:
+    return scores.Scored(measured, predicted, cell, 0.9 * predicted, 1.2 * predicted)
 
 
 def test_summary_against_arithmetic_by_hand() -> None:
     rows = [row("a", 1.0, 0.8), row("b", 2.0, 2.2), row("c", 4.0, 3.0)]
-    found = validate.summary(rows)
+    found = scores.summary(rows)
     assert found["mape"] == pytest.approx((20 + 10 + 25) / 3)
     assert found["bias"] == pytest.approx((-20 + 10 - 25) / 3)
     assert found["worst_factor"] == pytest.approx(4 / 3)
-    assert found["spearman"] == pytest.approx(1.0)
-    assert found["inside_interval"] == pytest.approx(1 / 3)  # 2.0 is inside 1.98 to 2.64
+    assert found["spearman"] == found["kendall"] == pytest.approx(1.0)
+    assert found["inside"] == pytest.approx(100 / 3)  # 2.0 is inside 1.98 to 2.64
+    assert found["half_width"] == pytest.approx(15.0)
+    factors = [1 / 0.8, 2 / 2.2, 4 / 3]
+    mean = sum(factors) / 3
+    spread = (sum((f - mean) ** 2 for f in factors) / 3) ** 0.5
+    assert found["k"] == pytest.approx(mean)
+    assert found["k_cv"] == pytest.approx(spread / mean * 100)
+    assert found["regret"] == 0.0  # the best projection is the best measured one
     swapped = [row("a", 1.0, 3.0), row("b", 2.0, 2.0), row("c", 4.0, 1.0)]
-    assert validate.summary(swapped)["spearman"] == pytest.approx(-1.0)
-    assert validate.summary([]) == {"rows": 0}
+    assert scores.summary(swapped)["spearman"] == pytest.approx(-1.0)
+    assert scores.summary(swapped)["regret"] == pytest.approx(300.0)
+    assert scores.summary([]) == {"rows": 0}
+
+
+def test_regret_is_counted_among_alternatives_only() -> None:
+    rows = [row("a", 1.0, 3.0, "x"), row("b", 2.0, 2.0, "x"), row("c", 1.0, 9.0, "y"),
+            row("d", 5.0, 1.0, "z"), row("e", 1.0, 0.5, "z")]  # fmt: skip
+    found = scores.summary(rows)
+    assert found["cells"] == 2  # "y" leaves no choice
+    assert found["regret"] == pytest.approx((100.0 + 0.0) / 2)
+    assert found["regret_worst"] == pytest.approx(100.0)
+
+
+@given(
+    st.lists(
+        st.tuples(st.integers(1, 6), st.integers(1, 6)), min_size=3, max_size=12
+    )
+)
+def test_rank_correlations_count_pairs(pairs: list[tuple[int, int]]) -> None:
+    """Kendall's tau-b from its definition, with ties; both are 1 against themselves."""
+    found = scores.summary([row(str(i), m, p) for i, (m, p) in enumerate(pairs)])
+    same = less = tied_m = tied_p = 0
+    for i, (m, p) in enumerate(pairs):
+        for n, q in pairs[:i]:
+            tied_m += m == n
+            tied_p += p == q
+            same += (m - n) * (p - q) > 0
+            less += (m - n) * (p - q) < 0
+    total = len(pairs) * (len(pairs) - 1) / 2
+    scale = ((total - tied_m) * (total - tied_p)) ** 0.5
+    if scale:
+        assert found["kendall"] == pytest.approx((same - less) / scale)
+    else:
+        assert found["kendall"] is None and found["spearman"] is None
 
 
 def test_unknown_run_subset_and_file_are_named() -> None:
     with pytest.raises(UsageError, match="run nobody is not in"):
-        validate.load_runs(RUNS, ["nobody"])
+        runs_file.load(RUNS, ["nobody"])
     with pytest.raises(UsageError, match="--subset=x needs a subsets file"):
-        validate.subset(RUNS, "x")
+        runs_file.subset(RUNS, "x")
     with pytest.raises(UsageError, match="can't be read"):
-        validate.load_runs(RUNS.with_name("absent.yaml"))
+        runs_file.load(RUNS.with_name("absent.yaml"))
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "words"),
+    [
+        (("normalized", "iteration_time_s"), 0.0, "iteration_time_s=0.0 is not positive"),
+        (("normalized", "iteration_time_s"), "fast", "iteration_time_s='fast' is not a number"),
+        (("normalized", "iteration_time_s"), float("nan"), "iteration_time_s=nan is not positive"),
+        (("parallelism", "tp"), 3, "tp3 x pp"),
+        (("parallelism", "cp"), 0, "below 1"),
+        (("hardware", "gpu"), "TPU", "accelerator TPU has no data"),
+    ],
+)
+def test_a_bad_row_is_skipped_with_the_reason_and_the_rest_is_not_lost(
+    path: tuple[str, str], value: object, words: str
+) -> None:
+    bad = copy.deepcopy(runs()["korthikanti22-a100-175b-full"])
+    bad[path[0]][path[1]] = value
+    assert words in str(validate.project_run(bad, lambda *_: None).skipped)
+
+
+def test_a_row_without_a_part_is_skipped_and_nothing_scored_is_exit_2(tmp_path: Path) -> None:
+    bad = copy.deepcopy(runs()["korthikanti22-a100-175b-full"])
+    del bad["batch"]
+    del bad["normalized"]
+    path, out = tmp_path / "bad_runs.yaml", tmp_path / "out.json"
+    path.write_text(yaml.safe_dump([bad]))
+    assert cli.main(["validate", str(path), "--json", str(out)]) == 2
+    (found,) = json.loads(out.read_text())["rows"]
+    assert found["skipped"] == "batch is missing"
+
+
+def test_the_newest_of_equal_configurations_is_scored() -> None:
+    run = runs()["korthikanti22-a100-175b-full"]
+    old, new, other = (copy.deepcopy(run) for _ in range(3))
+    old["id"], new["id"], other["id"] = "old", "new", "other"
+    old["software"] = {"container": "NeMo 25.11"}
+    new["software"] = {"container": "NeMo 26.02.01"}
+    other["batch"]["gbs"] *= 2
+    assert runs_file.superseded([new, old, other]) == {"old": "new"}
+    assert runs_file.superseded([old, new, other]) == {"old": "new"}
+    newer = validate.Row(id="a", measured_s=1.0, predicted_s=1.1)
+    older = validate.Row(id="b", measured_s=1.0, predicted_s=3.0, superseded_by="a")
+    assert validate.summary([newer, older])["mape"] == pytest.approx(10.0)
+
+
+def test_tokens_per_second_stand_in_for_a_step_time() -> None:
+    run = copy.deepcopy(runs()["korthikanti22-a100-175b-full"])
+    run["normalized"] = {"tokens_per_s_per_gpu": 100.0}
+    tokens = run["batch"]["gbs"] * run["batch"]["seq_len"]
+    expected = tokens / (100.0 * run["hardware"]["num_gpus"])
+    assert runs_file.measured_seconds(run) == pytest.approx(expected)
 
 
 @pytest.mark.slow

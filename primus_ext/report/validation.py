@@ -23,12 +23,11 @@ def render(result: Mapping[str, Any], console: Console) -> None:
     for row in result["rows"]:
         table.add_row(*_cells(row))
     console.print(table)
-    for name, group in (*result["groups"].items(), ("all", result["summary"])):
-        console.print(_line(name, group))
+    console.print(_summaries(result))
 
 
 def _cells(row: Mapping[str, Any]) -> Sequence[str]:
-    measured = f"{row['measured_s']:.3f} s"
+    measured = "-" if row["measured_s"] is None else f"{row['measured_s']:.3f} s"
     if row["predicted_s"] is None:
         return (row["id"], measured, "-", "-", "-", f"skipped: {row['skipped']}")
     return (
@@ -37,8 +36,16 @@ def _cells(row: Mapping[str, Any]) -> Sequence[str]:
         f"{row['predicted_s']:.3f} s",
         f"{row['ratio']:.3f}",
         _peak(row),
-        "; ".join(row["approximations"]),
+        _note(row),
     )
+
+
+def _note(row: Mapping[str, Any]) -> str:
+    newer = row["superseded_by"]
+    first = [] if newer is None else [f"not scored: {newer} is newer"]
+    if row["confidence"] == "low":
+        first.append("not scored: its confidence is low")
+    return "; ".join([*first, *row["approximations"]])
 
 
 def _peak(row: Mapping[str, Any]) -> str:
@@ -50,16 +57,31 @@ def _peak(row: Mapping[str, Any]) -> str:
     return f"{predicted} ({error:+.1f} % of {row['memory_kind']})"
 
 
-def _line(name: str, group: Mapping[str, Any]) -> str:
-    if not group["rows"]:
-        return f"{name}: no row could be projected"
-    order = "" if group["spearman"] is None else f", Spearman {group['spearman']:.3f}"
-    memory = "".join(
-        f"; {unit} memory: {found['rows']} rows, mean error {found['mean']:.2f} %, "
-        f"worst {found['worst']:+.2f} %"
-        for unit, found in group["memory"].items()
-    )
+def _summaries(result: Mapping[str, Any]) -> Table:
+    """One line for each source, and one for all scored rows."""
+    table = Table(title="scored rows by source, percent of the measured step time",
+                  title_justify="left")  # fmt: skip
+    for name in ("source", "rows", "mean error", "bias", "worst", "Spearman", "regret", "k (cv)",
+                 "in interval", "half width"):  # fmt: skip
+        table.add_column(name, justify="left" if name == "source" else "right", overflow="fold")
+    for name, group in (*result["sources"].items(), ("all", result["summary"])):
+        if group["rows"]:
+            table.add_row(name, *_figures(group))
+    return table
+
+
+def _figures(group: Mapping[str, Any]) -> Sequence[str]:
+    def number(key: str, form: str) -> str:
+        return "-" if group[key] is None else format(group[key], form)
+
     return (
-        f"{name}: {group['rows']} rows, mean error {group['mape']:.1f} %, "
-        f"bias {group['bias']:+.1f} %, worst factor {group['worst_factor']:.2f}{order}{memory}"
+        str(group["rows"]),
+        number("mape", ".1f"),
+        number("bias", "+.1f"),
+        f"x{group['worst_factor']:.2f}",
+        number("spearman", ".3f"),
+        number("regret", ".1f"),
+        f"{group['k']:.3f} ({group['k_cv']:.1f})",
+        number("inside", ".0f"),
+        number("half_width", ".0f"),
     )

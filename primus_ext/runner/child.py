@@ -126,10 +126,11 @@ def _process(command: list[str], cwd: str, folder: Path) -> Iterator[subprocess.
         try:
             yield process
         finally:
-            _end(process)
+            end(process)
 
 
-def _end(process: subprocess.Popen[bytes]) -> None:
+def end(process: subprocess.Popen[bytes]) -> None:
+    """End a child that leads its process group, and all that it started."""
     if process.poll() is None:
         _signal(process, signal.SIGTERM)
         with contextlib.suppress(subprocess.TimeoutExpired):

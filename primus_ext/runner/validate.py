@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import tempfile
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import yaml
-
 from primus_ext.frameworks import published
 from primus_ext.project.result import Projection
-from primus_ext.runner import child, emulation, peaks, tracing
-from primus_ext.runner.outcome import UsageError
+from primus_ext.runner import bulk, emulation, peaks, runs, scores
+from primus_ext.runner.outcome import Exit, UsageError
 
 GPT_PROGRAM = "primus_ext.frameworks.megatron.gpt_program"
+NEWEST, ALL = "newest", "all"
+
+Progress = Callable[[int, int, str], None]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,10 +24,17 @@ class Row:
     """One run, measured and projected; times in seconds, memory in bytes."""
 
     id: str
-    group: str
-    measured_s: float
+    source: str = ""
+    group: str = ""
+    """Source, model and GPU."""
+    cell: str = ""
+    """Rows that are alternatives for the same work: see :func:`primus_ext.runner.runs.cell`."""
+    confidence: str = ""
+    measured_s: float | None = None
     predicted_s: float | None = None
     interval: dict[str, float] | None = None
+    breakdown: dict[str, float] = dataclasses.field(default_factory=dict)
+    """Exposed seconds by term."""
     peak_measured: float | None = None
     """The first of ``memory``, where a peak was published."""
     peak_predicted: int | None = None
@@ -38,50 +44,22 @@ class Row:
     """By unit, ``measured`` and ``predicted`` bytes of every peak that was published."""
     verdict: str | None = None
     approximations: tuple[str, ...] = ()
+    superseded_by: str | None = None
+    """A newer row of the same configuration, which is scored in place of this one."""
     skipped: str | None = None
     """Why there is no prediction."""
 
     @property
     def ratio(self) -> float | None:
         """Projected over measured step time."""
-        return None if self.predicted_s is None else self.predicted_s / self.measured_s
+        if self.predicted_s is None or self.measured_s is None:
+            return None
+        return self.predicted_s / self.measured_s
 
-
-def load_runs(path: Path, wanted: Iterable[str] = ()) -> list[dict[str, Any]]:
-    """Runs of a runs file, all or those named.
-
-    Raises:
-        UsageError: the file can't be read, or an id is not in it.
-    """
-    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-    try:
-        runs = yaml.load(path.read_text(), Loader=loader)
-    except OSError as error:
-        raise UsageError(f"RUNS={path} can't be read: {error.strerror}") from error
-    except yaml.YAMLError as error:
-        raise UsageError(f"RUNS={path} is not YAML: {error}") from error
-    if not isinstance(runs, list) or not all(isinstance(r, dict) and "id" in r for r in runs):
-        raise UsageError(f"RUNS={path} must be a list of runs, each with an id")
-    known = {run["id"]: run for run in runs}
-    missing = [name for name in wanted if name not in known]
-    if missing:
-        raise UsageError(f"run {missing[0]} is not in {path}")
-    return [known[name] for name in wanted] if wanted else runs
-
-
-def subset(runs_path: Path, name: str) -> list[str]:
-    """Ids of a named subset, from the subsets file beside a runs file.
-
-    Raises:
-        UsageError: there is no such file or subset.
-    """
-    path = runs_path.with_name(runs_path.name.replace("_runs", "_subsets"))
-    if path == runs_path or not path.exists():
-        raise UsageError(f"--subset={name} needs a subsets file beside {runs_path}: {path} is none")
-    subsets = yaml.safe_load(path.read_text())
-    if name not in subsets:
-        raise UsageError(f"--subset={name} is unknown; legal: {', '.join(sorted(subsets))}")
-    return list(subsets[name])
+    @property
+    def is_scored(self) -> bool:
+        """Whether it counts in the summaries."""
+        return self.ratio is not None and self.superseded_by is None and self.confidence != "low"
 
 
 class Skipped(Exception):
@@ -98,6 +76,15 @@ class Projected:
     """Projected peak bytes by unit, see :mod:`primus_ext.runner.peaks`."""
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Job:
+    """The nearest program of a run on its target."""
+
+    nearest: published.PublishedProgram
+    cluster: Any
+    request: dict[str, Any]
+
+
 def nearest_program(run: dict[str, Any]) -> published.PublishedProgram:
     """The Megatron program that stands for a run.
 
@@ -108,53 +95,124 @@ def nearest_program(run: dict[str, Any]) -> published.PublishedProgram:
         return published.program(run)
     except published.NotProjectable as error:
         raise Skipped(str(error)) from error
+    except (KeyError, TypeError, AttributeError) as error:
+        raise Skipped(f"its description is not complete: {error!r}") from error
 
 
-def projected(run: dict[str, Any], progress: Callable[[int, int, str], None]) -> Projected:
+def _job(run: dict[str, Any]) -> _Job:
+    defect = runs.defect(run)
+    if defect is not None:
+        raise Skipped(defect)
+    nearest = nearest_program(run)
+    impossible = runs.impossible(run)
+    if impossible is not None:
+        raise Skipped(impossible)
+    try:
+        cluster = emulation.load_cluster(nearest.accelerator, nearest.nodes, nearest.gpus_per_node)
+    except ValueError as error:
+        raise Skipped(str(error)) from error
+    request = {
+        "module": GPT_PROGRAM,
+        "args": list(nearest.argv),
+        "origins": False,  # of no use here, half of the time
+        **emulation.question(cluster),
+    }
+    request["frameworks"] += nearest.emulations
+    return _Job(nearest, cluster, request)
+
+
+def project_runs(
+    wanted: Sequence[dict[str, Any]], progress: Progress, workers: int | None = None
+) -> dict[str, Projected | str]:
+    """Project runs in simulate mode.
+
+    Args:
+        wanted: Runs with different ids.
+        progress: Told how many are done.
+        workers: Processes at a time; by default the cores of this machine.
+
+    Returns:
+        By id, the projection, or why there is none.
+    """
+    found: dict[str, Projected | str] = {}
+    jobs: dict[str, _Job] = {}
+    same: dict[str, list[str]] = {}
+    for run in wanted:
+        try:
+            jobs[run["id"]] = job = _job(run)
+        except Skipped as reason:
+            found[run["id"]] = str(reason)
+            continue
+        same.setdefault(json.dumps(job.request, sort_keys=True), []).append(run["id"])
+
+    def told(first: str, answer: bulk.Answer) -> None:
+        result = _priced(jobs[first], answer)
+        for name in same[json.dumps(jobs[first].request, sort_keys=True)]:
+            found[name] = result
+            if isinstance(result, Projected):  # what was assumed of each run is its own
+                found[name] = dataclasses.replace(result, nearest=jobs[name].nearest)
+        progress(len(found), len(wanted), first)
+
+    bulk.answers({names[0]: jobs[names[0]].request for names in same.values()}, told, workers)
+    return found
+
+
+def projected(run: dict[str, Any], progress: Progress) -> Projected:
     """Project one run in simulate mode.
 
     Raises:
         Skipped: it has no program or no target, or the framework refuses it.
     """
-    nearest = nearest_program(run)
-    try:
-        cluster = emulation.load_cluster(
-            nearest.accelerator, nearest.nodes, nearest.gpus_per_node
-        )
-        with tempfile.TemporaryDirectory(prefix="primus_ext_") as name:
-            folder = Path(name)
-            question = {
-                "module": GPT_PROGRAM,
-                "args": list(nearest.argv),
-                "cwd": name,
-                **emulation.question(cluster),
-            }
-            question["frameworks"] += nearest.emulations
-            answer = tracing.answer(question, (), folder, folder / "child.log", progress)
-        projection = emulation.priced(answer, "simulate", cluster, [])
-    except (child.ChildError, ValueError) as error:
-        raise Skipped(str(error)) from error
-    return Projected(nearest, projection, peaks.projected(projection.memory))
+    found = project_runs([run], progress, 1)[run["id"]]
+    if isinstance(found, str):
+        raise Skipped(found)
+    return found
 
 
-def project_run(run: dict[str, Any], progress: Callable[[int, int, str], None]) -> Row:
+def project_run(run: dict[str, Any], progress: Progress) -> Row:
     """Project one run in simulate mode and set it beside what was measured."""
-    hardware = run["hardware"]
+    return row(run, project_runs([run], progress, 1)[run["id"]])
+
+
+def _priced(job: _Job, answer: bulk.Answer) -> Projected | str:
+    if isinstance(answer, str):
+        return answer
+    try:
+        projection = emulation.priced(answer, "simulate", job.cluster, [])
+    except ValueError as error:
+        return str(error)
+    return Projected(job.nearest, projection, peaks.projected(projection.memory))
+
+
+def row(run: dict[str, Any], found: Projected | str, newer: str | None = None) -> Row:
+    """A run beside its projection.
+
+    Args:
+        run: As in the runs file.
+        found: Its projection, or why there is none.
+        newer: Id of a newer run of the same configuration.
+    """
+    if runs.defect(run) is not None:
+        return Row(id=run["id"], skipped=runs.defect(run))
     base = Row(
         id=run["id"],
-        group=f"{run['source']['name'].split(' (')[0]}, {hardware['gpu']}",
-        measured_s=run["normalized"]["iteration_time_s"],
+        source=runs.source(run),
+        group=runs.group(run),
+        cell=runs.cell(run),
+        confidence=str(run.get("confidence") or ""),
+        measured_s=runs.measured_seconds(run),
+        superseded_by=newer,
     )
-    try:
-        found = projected(run, progress)
-    except Skipped as reason:
-        return dataclasses.replace(base, skipped=str(reason))
+    if isinstance(found, str):
+        return dataclasses.replace(base, skipped=found)
     memory = peaks.beside(run, found.peaks)
     kind = next(iter(memory), None)
+    throughput = found.projection.throughput
     return dataclasses.replace(
         base,
-        predicted_s=found.projection.throughput.step_s,
-        interval=dict(found.projection.throughput.interval),
+        predicted_s=throughput.step_s,
+        interval=dict(throughput.interval),
+        breakdown={t.term: t.exposed_seconds for t in found.projection.breakdown},
         peak_measured=None if kind is None else memory[kind]["measured"],
         peak_predicted=found.peaks[kind or peaks.ALLOCATED],
         memory_kind=kind,
@@ -165,54 +223,46 @@ def project_run(run: dict[str, Any], progress: Callable[[int, int, str], None]) 
 
 
 def summary(rows: Iterable[Row]) -> dict[str, Any]:
-    """Errors of the projected rows: MAPE and bias in percent, worst factor, rank correlation.
-
-    ``spearman`` is null for fewer than three rows.
-    """
-    scored = [row for row in rows if row.ratio is not None]
+    """Figures of the scored rows (:func:`primus_ext.runner.scores.summary`), and of their peaks."""
+    scored = [row for row in rows if row.is_scored]
     if not scored:
         return {"rows": 0}
-    ratios = np.array([row.ratio for row in scored])
-    measured = np.array([row.measured_s for row in scored])
-    predicted = ratios * measured
-    return {
-        "rows": len(scored),
-        "mape": float(np.mean(np.abs(ratios - 1)) * 100),
-        "bias": float(np.mean(ratios - 1) * 100),
-        "worst_factor": float(np.max(np.maximum(ratios, 1 / ratios))),
-        "spearman": _spearman(predicted, measured) if len(scored) > 2 else None,
-        "memory": peaks.errors(row.memory for row in scored),
-        "inside_interval": float(
-            np.mean(
-                [
-                    row.interval["low"] <= row.measured_s <= row.interval["high"]
-                    for row in scored
-                    if row.interval
-                ]
+    found = scores.summary(
+        [
+            scores.Scored(
+                measured_s=row.measured_s or 0.0,
+                predicted_s=row.predicted_s or 0.0,
+                cell=row.cell,
+                low=None if row.interval is None else row.interval["low"],
+                high=None if row.interval is None else row.interval["high"],
             )
-        ),
-    }
-
-
-def _spearman(a: np.ndarray, b: np.ndarray) -> float:
-    first, second = (np.argsort(np.argsort(values)) for values in (a, b))
-    return float(np.corrcoef(first, second)[0, 1])
+            for row in scored
+        ]
+    )
+    return {**found, "memory": peaks.errors(row.memory for row in scored)}
 
 
 def to_json(rows: list[Row]) -> str:
-    """The result as DESIGN's contract has it: rows, groups, summary."""
-    groups = {row.group for row in rows}
+    """The result as DESIGN's contract has it: rows, groups, summary; also sources."""
+
+    def by(key: str) -> dict[str, Any]:
+        names = sorted({getattr(row, key) for row in rows} - {""})
+        return {n: summary(row for row in rows if getattr(row, key) == n) for n in names}
+
     return json.dumps(
         {
             "rows": [{**dataclasses.asdict(row), "ratio": row.ratio} for row in rows],
-            "groups": {g: summary(r for r in rows if r.group == g) for g in sorted(groups)},
+            "groups": by("group"),
+            "sources": by("source"),
             "summary": summary(rows),
         },
         indent=1,
     )
 
 
-def command(runs_path: Path, subset_name: str | None, ids: list[str], out: Path | None) -> int:
+def command(
+    runs_path: Path, subset_name: str | None, ids: list[str], out: Path | None, which: str = NEWEST
+) -> int:
     """``primus-ext validate``: project, print, write.
 
     Args:
@@ -220,9 +270,10 @@ def command(runs_path: Path, subset_name: str | None, ids: list[str], out: Path 
         subset_name: Subset of it, from the subsets file beside it.
         ids: Run ids; all runs (of the subset) where empty.
         out: File for the JSON result.
+        which: ``newest`` to score only the newest row of each configuration, ``all``.
 
     Returns:
-        0; skipped rows are reported, not an error.
+        0; 2 if no row could be projected.  Skipped rows are reported, not an error.
 
     Raises:
         UsageError: a file or a name is wrong.
@@ -232,17 +283,12 @@ def command(runs_path: Path, subset_name: str | None, ids: list[str], out: Path 
     from primus_ext.report import validation
     from primus_ext.report.progress import ProgressBar
 
-    wanted = ids or (subset(runs_path, subset_name) if subset_name else [])
-    runs = load_runs(runs_path, wanted)
-    rows = []
+    wanted = ids or (runs.subset(runs_path, subset_name) if subset_name else [])
+    chosen = runs.load(runs_path, wanted)
+    newer = runs.superseded(chosen) if which == NEWEST else {}
     with ProgressBar() as bar:
-        for number, run in enumerate(runs):
-
-            def tell(done: int, total: int, text: str, number: int = number) -> None:
-                share = (number + done / max(total, 1)) / len(runs)
-                bar.update(round(share * 1000), 1000, f"{runs[number]['id']}: {text}")
-
-            rows.append(project_run(run, tell))
+        found = project_runs(chosen, bar.update)
+    rows = [row(run, found[run["id"]], newer.get(run["id"])) for run in chosen]
     text = to_json(rows)
     if out is not None:
         partial = out.with_name(out.name + ".part")
@@ -252,4 +298,4 @@ def command(runs_path: Path, subset_name: str | None, ids: list[str], out: Path 
         except OSError as error:
             raise UsageError(f"--json={out} can't be written: {error.strerror}") from error
     validation.render(json.loads(text), Console())
-    return 0
+    return Exit.DONE if any(row.ratio is not None for row in rows) else Exit.USAGE

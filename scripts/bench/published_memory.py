@@ -21,6 +21,7 @@ from typing import Any
 
 from primus_ext.cluster_data import ClusterError, load_accelerator
 from primus_ext.runner import peaks, validate
+from primus_ext.runner import runs as runs_file
 
 GIB = 2**30
 
@@ -179,7 +180,7 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", default=[], help="ids that have one of these words")
     parser.add_argument("--table", type=Path, help="write the tables instead")
     asked = parser.parse_args()
-    everything = validate.load_runs(asked.runs)
+    everything = runs_file.load(asked.runs)
     if asked.table is not None:
         found = f"{mapping(everything)}\n{table(read(asked.out))}"
         asked.table.write_text(found, encoding="utf-8")
