@@ -12,8 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from primus_ext import cli
+from primus_ext.emulate import batch
 from primus_ext.frameworks import published
-from primus_ext.runner import UsageError, scores, validate
+from primus_ext.runner import UsageError, bulk, scores, validate
 from primus_ext.runner import runs as runs_file
 
 RUNS = Path(__file__).resolve().parents[1] / "validation" / "sanity_runs.yaml"
@@ -71,6 +72,10 @@ def test_what_is_not_mapped_is_skipped_with_the_reason(
     with pytest.raises(published.NotProjectable, match=words):
         published.program(run)
     assert words in str(validate.project_run(run, lambda *_: None).skipped)
+
+
+def test_a_process_answers_requests_that_are_alike() -> None:
+    assert bulk.SAME == batch.SAME
 
 
 def row(name: str, measured: float, predicted: float, cell: str = "c") -> scores.Scored:
@@ -181,6 +186,24 @@ def test_the_newest_of_equal_configurations_is_scored() -> None:
     newer = validate.Row(id="a", measured_s=1.0, predicted_s=1.1)
     older = validate.Row(id="b", measured_s=1.0, predicted_s=3.0, superseded_by="a")
     assert validate.summary([newer, older])["mape"] == pytest.approx(10.0)
+
+
+def test_only_what_a_partial_row_leaves_open_is_assumed_and_named() -> None:
+    run = copy.deepcopy(runs()["korthikanti22-a100-175b-full"])
+    run["id"] = "primus-mi355x-mixtral-8x22b-fp8-32g-r09_b2"
+    run["source"] = {"name": "Primus Projection paper"}
+    run["batch"] = {"mbs": 2, "gbs": None, "seq_len": 4096}
+    before = copy.deepcopy(run)
+    filled = published.completed(run)
+    assert run == before
+    assert filled["batch"] == {"mbs": 2, "gbs": 128, "seq_len": 4096}  # 8192 only if not stated
+    assert "gbs is not stated: 128 assumed" in filled["assumed"]
+    assert not any("seq_len" in note for note in filled["assumed"])
+    assert published.completed(filled) is filled
+    assert set(filled["assumed"]) <= set(published.program(filled).approximations)
+    assert published.completed(runs()["korthikanti22-a100-175b-full"]) == runs()[
+        "korthikanti22-a100-175b-full"
+    ]
 
 
 def test_tokens_per_second_stand_in_for_a_step_time() -> None:

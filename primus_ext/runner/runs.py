@@ -11,6 +11,7 @@ from typing import Any
 
 import yaml
 
+from primus_ext.frameworks import published
 from primus_ext.runner.outcome import UsageError
 
 Run = dict[str, Any]
@@ -20,7 +21,7 @@ _NOT_CONFIGURATION = {"label", "basis", "name"}
 
 
 def load(path: Path, wanted: Iterable[str] = ()) -> list[Run]:
-    """Runs of a runs file, all or those named.
+    """Runs of a runs file, all or those named; what is assumed of partial ones is filled in.
 
     Raises:
         UsageError: the file can't be read, or an id is not in it.
@@ -34,11 +35,16 @@ def load(path: Path, wanted: Iterable[str] = ()) -> list[Run]:
         raise UsageError(f"RUNS={path} is not YAML: {error}") from error
     if not isinstance(runs, list) or not all(isinstance(r, dict) and "id" in r for r in runs):
         raise UsageError(f"RUNS={path} must be a list of runs, each with an id")
-    known = {run["id"]: run for run in runs}
+    known = {run["id"]: _completed(run) for run in runs}
     missing = [name for name in wanted if name not in known]
     if missing:
         raise UsageError(f"run {missing[0]} is not in {path}")
-    return [known[name] for name in wanted] if wanted else runs
+    return [known[name] for name in wanted] if wanted else list(known.values())
+
+
+def _completed(run: Run) -> Run:
+    named = isinstance(run.get("source"), Mapping) and "name" in run["source"]
+    return published.completed(run) if named else run
 
 
 def subset(runs_path: Path, name: str) -> list[str]:

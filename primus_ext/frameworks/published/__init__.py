@@ -18,9 +18,10 @@ from primus_ext.frameworks.published import (
     precision,
     recompute,
 )
+from primus_ext.frameworks.published.assumed import completed
 from primus_ext.frameworks.published.draft import Draft, NotProjectable, PublishedProgram
 
-__all__ = ["NotProjectable", "PublishedProgram", "program"]
+__all__ = ["NotProjectable", "PublishedProgram", "completed", "program"]
 
 
 def program(run: dict[str, Any]) -> PublishedProgram:
@@ -30,7 +31,8 @@ def program(run: dict[str, Any]) -> PublishedProgram:
         NotProjectable: an accelerator, architecture or option that is not supported, or a knob
             that is not stated.
     """
-    draft = Draft(run)
+    run = completed(run)
+    draft = Draft(run, notes=list(run.get("assumed", ())))
     target = hardware.target(draft)
     architecture.write(draft)
     experts.write(draft)

@@ -37,7 +37,7 @@ def write(draft: Draft) -> None:
     _sizes(draft, model)
     for name, words in _FAMILIES.items():
         if family.startswith(name):
-            draft.add(*words)
+            draft.add(*_without_window(words) if draft.flag("sliding_window") is False else words)
     _activation(draft, model, family)
     norm = "RMSNorm" if model.get("gated_mlp") else "LayerNorm"
     draft.add("--normalization", norm)
@@ -73,6 +73,12 @@ def _sizes(draft: Draft, model: dict[str, Any]) -> None:
         "--make-vocab-size-divisible-by", "128",
         "--attention-dropout", "0", "--hidden-dropout", "0",
     )  # fmt: skip
+
+
+def _without_window(words: tuple[str, ...]) -> list[str]:
+    """Arguments of a family whose sliding window was turned off."""
+    values = {i + 1 for i, word in enumerate(words) if word.startswith("--window")}
+    return [w for i, w in enumerate(words) if not w.startswith("--window") and i not in values]
 
 
 def _activation(draft: Draft, model: dict[str, Any], family: str) -> None:

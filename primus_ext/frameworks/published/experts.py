@@ -76,7 +76,8 @@ def _router(draft: Draft, model: dict[str, Any]) -> None:
 
 
 def _dispatcher(draft: Draft) -> None:
-    backend = str(draft.flag("moe_dispatcher_backend", "moe_dispatcher") or "").lower()
+    told = str(draft.flag("moe_dispatcher_backend", "moe_dispatcher") or "").lower()
+    backend = told.split()[0] if told else ""
     if backend in _FLEX:
         draft.add("--moe-token-dispatcher-type", "flex", "--moe-flex-dispatcher-backend", backend)
         if "--moe-router-dtype" not in draft.argv:

@@ -40,7 +40,8 @@ def write(draft: Draft) -> None:
 
 def _fp8(draft: Draft) -> tuple[str, ...]:
     precision = draft.run["precision"]
-    label = f"{precision.get('recipe') or ''} {precision.get('label') or ''}".lower()
+    words = (precision.get(key) or "" for key in ("recipe", "label", "scaling"))
+    label = " ".join(words).lower()
     found = next(((r, f) for word, r, f in _RECIPES if word in label), None)
     if found is None:
         draft.note("FP8 recipe not stated: current scaling assumed")
