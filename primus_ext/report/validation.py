@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from rich import box
 from rich.console import Console
 from rich.table import Table
 
@@ -23,7 +24,7 @@ def render(result: Mapping[str, Any], console: Console) -> None:
     for row in result["rows"]:
         table.add_row(*_cells(row))
     console.print(table)
-    console.print(_summaries(result))
+    console.print(_summaries(result, console.width))
 
 
 def _cells(row: Mapping[str, Any]) -> Sequence[str]:
@@ -57,13 +58,21 @@ def _peak(row: Mapping[str, Any]) -> str:
     return f"{predicted} ({error:+.1f} % of {row['memory_kind']})"
 
 
-def _summaries(result: Mapping[str, Any]) -> Table:
+_COLUMNS = {"rows": 4, "error": 5, "bias": 5, "worst": 5, "rho": 5, "regret": 6, "k": 5, "cv": 4,
+            "inside": 6, "width": 5}  # fmt: skip
+
+
+def _summaries(result: Mapping[str, Any], width: int) -> Table:
     """One line for each source, and one for all scored rows."""
-    table = Table(title="scored rows by source, percent of the measured step time",
-                  title_justify="left")  # fmt: skip
-    for name in ("source", "rows", "mean error", "bias", "worst", "Spearman", "regret", "k (cv)",
-                 "in interval", "half width"):  # fmt: skip
-        table.add_column(name, justify="left" if name == "source" else "right", overflow="fold")
+    title = (
+        "scored rows by source: mean error, bias, regret, cv of k, share inside the interval and "
+        "its half width in percent; rho: Spearman; k: projected over measured throughput"
+    )
+    table = Table(title=title, title_justify="left", box=box.SIMPLE, padding=(0, 1, 0, 0), pad_edge=False)
+    room = width - sum(_COLUMNS.values()) - 3 * len(_COLUMNS) - 4
+    table.add_column("source", max_width=max(12, min(34, room)), no_wrap=True)
+    for name, width in _COLUMNS.items():
+        table.add_column(name, justify="right", min_width=width, no_wrap=True)
     for name, group in (*result["sources"].items(), ("all", result["summary"])):
         if group["rows"]:
             table.add_row(name, *_figures(group))
@@ -81,7 +90,8 @@ def _figures(group: Mapping[str, Any]) -> Sequence[str]:
         f"x{group['worst_factor']:.2f}",
         number("spearman", ".3f"),
         number("regret", ".1f"),
-        f"{group['k']:.3f} ({group['k_cv']:.1f})",
+        number("k", ".3f"),
+        number("k_cv", ".1f"),
         number("inside", ".0f"),
         number("half_width", ".0f"),
     )

@@ -78,6 +78,15 @@ def _router(draft: Draft, model: dict[str, Any]) -> None:
 def _dispatcher(draft: Draft) -> None:
     told = str(draft.flag("moe_dispatcher_backend", "moe_dispatcher") or "").lower()
     backend = told.split()[0] if told else ""
+    usual = launchers.experts(draft)
+    if not backend and usual is not None:
+        backend = usual.dispatcher
+        draft.note(f"the token dispatcher is not stated: {backend}, as its launcher has it")
+    overlapped = draft.is_on("moe_a2a_overlap")
+    if overlapped is None and usual is not None:
+        overlapped = usual.overlap
+    if overlapped:
+        draft.add("--overlap-moe-expert-parallel-comm")
     if backend in _FLEX:
         draft.add("--moe-token-dispatcher-type", "flex", "--moe-flex-dispatcher-backend", backend)
         if "--moe-router-dtype" not in draft.argv:

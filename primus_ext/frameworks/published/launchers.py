@@ -19,13 +19,16 @@ class Habits:
     arguments: tuple[str, ...] = ()
     """Kernels and fusions that it switches for every run."""
     router_fusion: bool = False
+    te_loss: bool = False
+    """Transformer Engine's fused cross entropy."""
 
 
 # Words in the name of the framework, words in the name of the architecture, what is set.
 _HABITS = (
     # src/megatron/bridge/training/mixed_precision.py: every FP8 recipe but sub-channel scaling
-    # src/megatron/bridge/perf_recipes: moe_router_fusion
-    ("Megatron-Bridge", "", Habits(fp8_weights=True, router_fusion=True)),
+    # src/megatron/bridge/perf_recipes: moe_router_fusion, cross_entropy_fusion_impl (before v0.6.0
+    # scripts/performance/utils/{helpers,overrides}.py)
+    ("Megatron-Bridge", "", Habits(fp8_weights=True, router_fusion=True, te_loss=True)),
     # NVIDIA/dgxc-benchmarking grok1/grok1_314b.yaml: grad_sync_dtype bf16, fp8_params false
     ("NeMo 1.x", "grok", Habits(gradients="bf16", fp8_weights=False)),
     # NVIDIA/dgxc-benchmarking llama3.1/configure.sh: +model.fp8_params=$FP8_ENABLED; gradients as
@@ -41,6 +44,43 @@ _HABITS = (
     # MooreThreads/SimuMax run_pretrain_*.sh: --accumulate-allreduce-grads-in-fp32
     ("Megatron-LM", "", Habits(gradients="fp32", fp8_weights=True)),
 )  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Experts:
+    """How a launcher runs experts where the row does not say so."""
+
+    dispatcher: str
+    """all-to-all, deepep or hybridep."""
+    overlap: bool
+    """Whether dispatch and combine run beside the other direction of another microbatch."""
+
+
+# NVIDIA-NeMo/Megatron-Bridge: release, architectures, products, formats, what its recipe sets.
+_EXPERTS = (
+    # v0.1.0rc4 scripts/performance/run_script.py: enable_deepep on H100
+    ("v0.1.0", "deepseek", ("H100",), "", Experts("deepep", False)),
+    # v0.5.0 scripts/performance, v0.6.0 src/megatron/bridge/perf_recipes/*/common.py:
+    # _enable_*_full_iteration_mxfp8, _apply_gpt_oss_120b_full_iter_fp8mx_configs
+    ("v0.5", "", ("GB200", "GB300"), "mxfp8", Experts("hybridep", True)),
+    ("v0.6", "", ("GB200", "GB300"), "mxfp8", Experts("hybridep", True)),
+)  # fmt: skip
+
+
+def experts(draft: Draft) -> Experts | None:
+    """What the recipe of a run sets for its experts; None where it is not known."""
+    release = str((draft.run["source"].get("config") or {}).get("tag") or "")
+    product = str(draft.run["hardware"].get("gpu"))
+    recipe = str(draft.run["precision"].get("recipe"))
+    for tag, architecture, products, number_format, found in _EXPERTS:
+        if (
+            release.startswith(tag)
+            and architecture in arch_key(draft)
+            and product.startswith(products)
+            and number_format in recipe
+        ):
+            return found
+    return None
 
 
 def habits(draft: Draft) -> Habits:

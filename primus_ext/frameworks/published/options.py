@@ -10,7 +10,6 @@ DEEPSPEED = "primus_ext.frameworks.megatron.deepspeed"
 # Flags that change time or memory and are not projected: on where their value is not in the set.
 _LEFT_OUT = (
     (("cuda_graph_impl", "cuda_graphs", "MCORE_CUDA_GRAPH", "LAYER_CUDA_GRAPH"), "CUDA graphs"),
-    (("moe_a2a_overlap",), "overlap of expert communication (combined 1F1B)"),
     (("TP_COMM_OVERLAP", "tp_comm_overlap"), "overlap of tensor-parallel communication"),
     (("activation_offload_layers",), "offload of activations to the host"),
     (("DEFER_EMBEDDING_WGRAD_COMPUTE",), "deferred weight gradient of the embedding"),
@@ -57,6 +56,8 @@ def _te_loss(draft: Draft) -> bool:
     of that study are cumulative.
     """
     if draft.flag("cross_entropy_fusion") == "TE" or draft.is_on("loss_fusion"):
+        return True
+    if launchers.habits(draft).te_loss:
         return True
     step = draft.flag("cumulative_optimisations")
     return step is not None and "base" not in step and draft.is_on("loss_fusion") is None
