@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 from primus_ext.project.programs import (
     BACKWARD,
     FORWARD,
@@ -11,6 +13,11 @@ from primus_ext.project.programs import (
     Transfers,
     exchange,
 )
+
+
+@functools.lru_cache(maxsize=8)
+def _order(shape: Shape) -> list[tuple[int, int]]:
+    return order(shape)
 
 
 def order(shape: Shape) -> list[tuple[int, int]]:
@@ -34,7 +41,7 @@ def received_after(shape: Shape, rank: int, k: int) -> tuple[int, int] | None:
     The first rank takes what the last rank has just finished, pp - 1 forwards behind; the others
     take the input of their next forward.
     """
-    table = order(shape)
+    table = _order(shape)
     if k + 1 >= len(table):
         return None
     if rank:
@@ -47,20 +54,22 @@ def received_after(shape: Shape, rank: int, k: int) -> tuple[int, int] | None:
     return (chunk + 1, microbatch) if chunk + 1 < shape.vpp else None
 
 
-class _Rank:
+class InterleavedRank:
     """Transfers of one rank, by the position of a forward or a backward in its order."""
 
     def __init__(self, shape: Shape, rank: int) -> None:
         self.shape, self.rank = shape, rank
-        self.table = order(shape)
+        self.table = _order(shape)
         self.total = len(self.table)
         self._of = Transfers(shape)
 
     def forward(self, k: int) -> tuple[int, int, int]:
+        """Forward ``k``."""
         microbatch, chunk = self.table[k]
         return (FORWARD, chunk, microbatch)
 
     def backward(self, k: int) -> tuple[int, int, int]:
+        """Backward ``k``."""
         microbatch, chunk = self.table[k]
         return (BACKWARD, self.shape.vpp - 1 - chunk, microbatch)
 
@@ -70,6 +79,7 @@ class _Rank:
         return self._of.forward_in(self.rank, chunk, microbatch)
 
     def forward_out(self, k: int) -> int:
+        """Where its output goes."""
         _, chunk, microbatch = self.forward(k)
         return self._of.forward_out(self.rank, chunk, microbatch)
 
@@ -79,6 +89,7 @@ class _Rank:
         return self._of.backward_in(self.rank, chunk, microbatch)
 
     def backward_out(self, k: int) -> int:
+        """Where its gradient goes."""
         _, chunk, microbatch = self.backward(k)
         return self._of.backward_out(self.rank, chunk, microbatch)
 
@@ -102,7 +113,7 @@ class _Rank:
 
 def interleaved(shape: Shape, rank: int) -> Program:
     """The program of one pipeline rank."""
-    mine, program = _Rank(shape, rank), []
+    mine, program = InterleavedRank(shape, rank), []
     warmup = warmup_forwards(shape, rank)
     steady = mine.total - warmup
     first_gradient = mine.backward_in(0)
@@ -128,7 +139,7 @@ def interleaved(shape: Shape, rank: int) -> Program:
     return program
 
 
-def _steady(program: Program, mine: _Rank, warmup: int, steady: int) -> None:
+def _steady(program: Program, mine: InterleavedRank, warmup: int, steady: int) -> None:
     """One forward, one backward, then one exchange in all four directions."""
     for k in range(steady):
         ahead = k + warmup
@@ -140,7 +151,7 @@ def _steady(program: Program, mine: _Rank, warmup: int, steady: int) -> None:
         )  # fmt: skip
 
 
-def _steady_overlapped(program: Program, mine: _Rank, warmup: int, steady: int) -> None:
+def _steady_overlapped(program: Program, mine: InterleavedRank, warmup: int, steady: int) -> None:
     """The same with exchanges that run beside the following work."""
     sent = -1
     for k in range(steady):

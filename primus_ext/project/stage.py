@@ -49,6 +49,9 @@ class ChunkTimes:
 
     forward: Ledger
     backward: Ledger
+    weight: float = 0.0
+    """Seconds of the backward that compute weight gradients, which nothing else waits for: its
+    products of layout nt.  Recomputation is none of them."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -126,6 +129,14 @@ class _Stream:
         ledger = Ledger()
         self.account([_Entry(call, scope, ledger) for call in calls])
         return ledger
+
+    def weight(self, chunk: ChunkTrace) -> float:
+        """Seconds of a chunk's weight gradients."""
+        return sum(
+            segment.count * self._pricer.seconds(call.op)
+            for segment in chunk.segments for call in segment.backward
+            if computes_weights(self._ops[call.op], call)
+        )  # fmt: skip
 
     def account(self, entries: Sequence[_Entry]) -> None:
         """Account for calls of several parts, which may overlap."""
@@ -233,7 +244,7 @@ def price(cost: CostModel, trace: RankTrace, microbatches: int = 1) -> StageTime
         for segment in chunk.segments:
             ahead.add(stream.run(segment.forward, segment.kind), segment.count)
             back.add(stream.run(segment.backward, segment.kind), segment.count)
-        chunks.append(ChunkTimes(ahead, back))
+        chunks.append(ChunkTimes(ahead, back, stream.weight(chunk)))
     return StageTimes(tuple(chunks), stream.run(trace.step, None))
 
 
@@ -255,7 +266,16 @@ def _in_order(stream: _Stream, chunk: ChunkTrace) -> ChunkTimes:
     entries = [_Entry(call, s.kind, ahead) for s in placed for call in s.forward]
     entries += [_Entry(call, s.kind, back) for s in reversed(placed) for call in s.backward]
     stream.account(entries)
-    return ChunkTimes(ahead, back)
+    return ChunkTimes(ahead, back, stream.weight(chunk))
+
+
+def computes_weights(op: Op, call: Call) -> bool:
+    """Whether a call of a backward computes a weight gradient."""
+    return (
+        op.family in (Family.GEMM, Family.GROUPED_GEMM)
+        and call.phase == "backward"
+        and op.attr("layout") == "nt"
+    )
 
 
 def _placed(segments: Sequence[Segment]) -> list[Segment]:

@@ -1,0 +1,116 @@
+"""Pipeline schedules by name: who offers them, what they need, and the program of every rank."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+from primus_ext.project.interleaved import interleaved
+from primus_ext.project.programs import Program, ScheduleError, Shape, one_f_one_b
+from primus_ext.project.schedules.combined import combined
+from primus_ext.project.schedules.controllable import v_half, v_min
+from primus_ext.project.schedules.dualpipe_v import dualpipe_v
+from primus_ext.project.schedules.zbv_formatted import zbv_formatted
+from primus_ext.project.schedules.zero_bubble import zero_bubble
+
+_MEGATRON = "Megatron-LM, Megatron-Bridge"
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Schedule:
+    """One way to order the work of a pipeline."""
+
+    name: str
+    title: str
+    offered_by: str
+    """Frameworks, and how it is asked for there."""
+    chunks: int
+    """Model chunks on each rank; 0: several, as many as the job has."""
+    build: Callable[[Shape, int], Program]
+    """The program of one rank; of an automatic schedule the fixed one that it starts from."""
+    folded: bool = False
+    """The second chunk runs back through the ranks."""
+    splits: bool = False
+    """Weight gradients are computed apart from input gradients."""
+    pairs: bool = False
+    """Forwards run beside backwards."""
+    limit: Callable[[int], int] | None = None
+    """Made for the job's durations: chunks that a rank may hold, from ``pp``."""
+    overlaps_data_parallel: bool = False
+    """Gradients are reduced while the pipeline runs, where the job asks for it."""
+
+
+def _all() -> list[Schedule]:
+    primus = "Primus (pp_algorithm={})".format
+    return [
+        Schedule(name="1f1b", title="1F1B", chunks=1, build=one_f_one_b,
+                 offered_by=f"{_MEGATRON}, {primus('1f1b')}", overlaps_data_parallel=True),
+        Schedule(name="interleaved", title="interleaved 1F1B", chunks=0, build=interleaved,
+                 offered_by=f"{_MEGATRON}, {primus('1f1b-interleaved')}",
+                 overlaps_data_parallel=True),
+        Schedule(name="combined-1f1b", title="combined 1F1B", chunks=0, build=combined, pairs=True,
+                 offered_by=f"{_MEGATRON} (overlap_moe_expert_parallel_comm)",
+                 overlaps_data_parallel=True),
+        Schedule(name="zero-bubble", title="zero bubble (ZB-H1)", chunks=1, build=zero_bubble,
+                 splits=True, offered_by=primus("zero-bubble")),
+        Schedule(name="zero-bubble-auto", title="zero bubble, automatic", chunks=1,
+                 build=zero_bubble, splits=True, limit=lambda pp: pp,
+                 offered_by=primus("zero-bubble-heuristic")),
+        Schedule(name="zero-bubble-2p", title="zero bubble, automatic, twice the memory", chunks=1,
+                 build=zero_bubble, splits=True, limit=lambda pp: 2 * pp - 1,
+                 offered_by=primus("zero-bubble-heuristic")),
+        Schedule(name="zbv", title="ZBV", chunks=2, build=zbv_formatted, folded=True, splits=True,
+                 offered_by=f"{primus('zbv-formatted')}, PyTorch (ScheduleZBVZeroBubble)"),
+        Schedule(name="zbv-greedy", title="ZBV, greedy", chunks=2, build=zbv_formatted,
+                 folded=True, splits=True, limit=lambda pp: 2 * pp,
+                 offered_by="Primus (zero_bubble_v_schedule_mem_setup=zb)"),
+        Schedule(name="v-half", title="V-half", chunks=2, build=v_half, folded=True, splits=True,
+                 offered_by=primus("v-half")),
+        Schedule(name="v-min", title="V-min", chunks=2, build=v_min, folded=True, splits=True,
+                 offered_by=primus("v-min")),
+        Schedule(name="dualpipe-v", title="DualPipe-V", chunks=2, build=dualpipe_v, folded=True,
+                 splits=True, pairs=True,
+                 offered_by="DeepSeek's DualPipe, PyTorch (ScheduleDualPipeV)"),
+    ]  # fmt: skip
+
+
+SCHEDULES = {schedule.name: schedule for schedule in _all()}
+ALIASES = {
+    "zb": "zero-bubble", "zb-h1": "zero-bubble", "zerobubble": "zero-bubble",
+    "zero-bubble-heuristic": "zero-bubble-auto", "zerobubble-heuristic": "zero-bubble-auto",
+    "1f1b-interleaved": "interleaved", "zbv-formatted": "zbv", "zbv-greedy-full": "zbv-greedy",
+    "zbv-greedy-half": "v-half", "zbv-greedy-min": "v-min", "dualpipev": "dualpipe-v",
+}  # fmt: skip
+"""Other names, as frameworks have them."""
+
+
+def named(name: str) -> Schedule:
+    """The schedule of that name.
+
+    Raises:
+        ScheduleError: There is none.
+    """
+    found = SCHEDULES.get(ALIASES.get(name, name))
+    if found is None:
+        raise ScheduleError(
+            f"schedule={name} is unknown; legal: all, {', '.join([*SCHEDULES, *ALIASES])}"
+        )
+    return found
+
+
+def own(shape: Shape) -> Schedule:
+    """The schedule of a shape."""
+    if shape.schedule:
+        return named(shape.schedule)
+    return SCHEDULES["1f1b" if shape.vpp == 1 else "interleaved"]
+
+
+def programs(shape: Shape) -> list[Program]:
+    """The program of every pipeline rank.
+
+    Raises:
+        ScheduleError: The framework refuses the shape.
+    """
+    shape.check()
+    build = own(shape).build
+    return [build(shape, rank) for rank in range(shape.pp)]
