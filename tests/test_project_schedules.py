@@ -139,7 +139,8 @@ def cases(draw: st.DrawFn, names: list[str]) -> tuple[Shape, Durations]:
         return [[draw(time) for _ in range(shape.vpp)] for _ in range(pp)]
 
     forward, inputs, weight = table(), table(), table()
-    backward = [[a + b for a, b in zip(*pair)] for pair in zip(inputs, weight)]
+    backward = [[a + b for a, b in zip(*pair, strict=True)]
+                for pair in zip(inputs, weight, strict=True)]  # fmt: skip
     pair = [
         [[max(f, b) + 0.5 * min(f, b) for b in backward[r]] for f in forward[r]]
         for r in range(pp)
@@ -160,6 +161,8 @@ def _events(shape: Shape, found: list[Program], durations: Durations):  # noqa: 
     weights: dict[tuple[int, int], Event] = {}
     by_rank: list[list[Event]] = [[] for _ in range(shape.pp)]
     for rank, place, start, end in spans(compiled(shape, found), durations):
+        if rank < 0:
+            continue
         kind, first, second = found[rank][place]
         by_rank[rank].append((start, end))
         if kind == PAIR:

@@ -34,7 +34,7 @@ class ProjectionCallback(Callback):
 
         Args:
             settings: ``mode``, ``context`` and optionally ``out``, ``fail_on``, ``cache``,
-                ``routing`` (as the files of the ``projection`` group have them) and
+                ``routing``, ``schedule`` (as the files of the ``projection`` group have them) and
                 ``target_cluster`` (content of
                 such a file).
 
@@ -89,8 +89,14 @@ def _path(value: Any) -> str | None:
     return None if value is None else str(Path(str(value)).absolute())
 
 
+def _text(value: Any) -> str | None:
+    """As typed: ``zbv`` and the like; None where nothing was said."""
+    return None if value is None else str(value)
+
+
 def _check(settings: Mapping[str, Any], surroundings: Mapping[str, Any]) -> None:
-    legal = ("mode", "out", "fail_on", "cache", "routing", "target_cluster", "context")
+    legal = ("mode", "out", "fail_on", "cache", "routing", "schedule", "target_cluster",
+             "context")  # fmt: skip
     unknown = sorted(set(settings) - set(legal))
     if unknown:
         raise UsageError(
@@ -140,6 +146,7 @@ def _request(
         fail_on=given.get("fail_on") or settings.get("fail_on"),
         cache=_switch(given.get("cache", settings.get("cache"))),
         routing=_path(given.get("routing") or settings.get("routing")),
+        schedule=_text(given.get("schedule", settings.get("schedule"))),
         removed=tuple(ours),
         name=model,
         environment=dict(os.environ),

@@ -47,9 +47,9 @@ def of_root(root: DictConfig) -> dict[str, Any]:
         root: The configuration with its ``hydra`` node.
 
     Returns:
-        ``multirun``; ``directory``, Hydra's output folder; ``out``, ``fail_on``, ``cache`` and
-        ``routing`` as composed below ``projection`` (the user's own key of that name, where ours
-        were not typed).
+        ``multirun``; ``directory``, Hydra's output folder; ``out``, ``fail_on``, ``cache``,
+        ``schedule`` and ``routing`` as composed below ``projection`` (the user's own key of that
+        name, where ours were not typed).
     """
     mode = OmegaConf.select(root, "hydra.mode")
     multirun = getattr(mode, "name", mode) == "MULTIRUN"
@@ -64,6 +64,7 @@ def of_root(root: DictConfig) -> dict[str, Any]:
         "fail_on": node.get("fail_on"),
         "routing": node.get("routing"),
         "cache": node.get("cache"),
+        "schedule": node.get("schedule"),
         "model": OmegaConf.select(root, "hydra.runtime.choices.model"),
         "chose_target": OmegaConf.select(root, "hydra.runtime.choices.target_cluster"),
     }

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from primus_ext.cluster import Cluster
 from primus_ext.plan import Plan
-from primus_ext.project import allocator_config
+from primus_ext.project import allocator_config, stage
 from primus_ext.project.footprint import replayable
 from primus_ext.project.memory import SLACK
 from primus_ext.trace import Family, RankTrace
@@ -46,7 +46,11 @@ def not_modelled(plan: Plan, stages: Sequence[RankTrace], cluster: Cluster) -> t
     if plan.flags.get("moe_shared_expert_overlap"):
         lines.append("the backward of shared experts beside the dispatch: counted as not hidden")
     if plan.flags.get("overlap_moe_expert_parallel_comm"):
-        lines.append("overlap of expert communication with other layers' work")
+        lines.append(
+            "overlap of expert communication with other layers' work: sharded parameters"
+            if any(stage.parts_overlap(trace, c) for trace in stages for c in trace.chunks)
+            else "combined 1F1B: temporaries of both microbatches at once"
+        )
     if plan.flags.get("tp_comm_overlap"):
         lines.append("tp_comm_overlap: tensor-parallel communication is counted as not hidden")
     sharded = plan.flags.get("use_megatron_fsdp") or plan.flags.get("use_torch_fsdp2")

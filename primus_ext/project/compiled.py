@@ -59,9 +59,15 @@ class Code:
     ``waits``."""
     waits: tuple[tuple[tuple[int, int], ...], ...]
     """Transfers, with their boundaries, that are waited for together."""
-    transfers: int
+    numbers: tuple[int, ...]
+    """Of the transfers, as :class:`Transfers` counts them."""
     items: tuple[tuple[int, int], ...]
     """(rank, place in its program) of each piece of work, in the order of the instructions."""
+
+    @property
+    def transfers(self) -> int:
+        """How many there are."""
+        return len(self.numbers)
 
     def seconds(self, durations: Durations) -> list[float]:
         """How long each kind of work takes."""
@@ -114,7 +120,7 @@ class _Compiler:
         return Code(
             shape=self._shape, works=tuple(self._works), counts=tuple(self._counts),
             instructions=tuple(self._code), waits=tuple(self._waits),
-            transfers=len(self._number), items=tuple(self._items),
+            numbers=tuple(self._number), items=tuple(self._items),
         )  # fmt: skip
 
     def _advance(self, rank: int) -> None:
@@ -224,11 +230,14 @@ def run(code: Code, durations: Durations) -> tuple[list[float], list[float], lis
     return clock, p2p, ends
 
 
-def spans(code: Code, durations: Durations) -> Iterator[tuple[int, int, float, float]]:
-    """When each piece of work runs.
+def spans(
+    code: Code, durations: Durations
+) -> Iterator[tuple[int, int, float, float]]:
+    """When each piece of work runs, and each transfer.
 
     Yields:
-        Rank, place in its program, start and end in seconds, in no particular order of ranks.
+        Rank, place in its program, start and end in seconds, in no particular order of ranks.  Of a
+        transfer the rank is -1 and the place its number (:class:`Transfers`).
     """
     clock = [0.0 for _ in range(code.shape.pp)]
     seconds, boundary, waits = code.seconds(durations), durations.boundary, code.waits
@@ -241,7 +250,9 @@ def spans(code: Code, durations: Durations) -> Iterator[tuple[int, int, float, f
         elif what == POST:
             times[index] = clock[rank]
         elif what == MEET:
-            times[index] = max(clock[rank], times[index]) + boundary[crossed]
+            start = max(clock[rank], times[index])
+            times[index] = start + boundary[crossed]
+            yield -1, code.numbers[index], start, times[index]
         elif what == WAIT:
             clock[rank] = max(clock[rank], times[index])
         else:

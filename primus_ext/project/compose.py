@@ -10,11 +10,22 @@ from primus_ext.cluster import Cluster
 from primus_ext.cost.formats import require_precision
 from primus_ext.cost.model import CostModel
 from primus_ext.plan import Plan, ProgramRef
-from primus_ext.project import caveats, data_parallel, evidence, inventory, memory, stage
+from primus_ext.project import (
+    caveats,
+    comparison,
+    data_parallel,
+    evidence,
+    inventory,
+    memory,
+    stage,
+)
+from primus_ext.project.compiled import Durations
 from primus_ext.project.ledger import Kind, Ledger, TermName
-from primus_ext.project.programs import Shape
-from primus_ext.project.result import Projection, Term
-from primus_ext.project.schedule import Timeline, simulate_repeating
+from primus_ext.project.programs import ScheduleError, Shape
+from primus_ext.project.rescheduled import Job, Rescheduled, StepTimeline
+from primus_ext.project.result import Memory, Projection, ScheduleRow, Term
+from primus_ext.project.schedule import Timeline, code_of, programs, simulate_repeating
+from primus_ext.project.schedules import named
 from primus_ext.project.throughput import throughput
 from primus_ext.project.unknown_ops import unknown_ops
 from primus_ext.trace import Collective, CollectiveKind, RankTrace, to_plain
@@ -35,6 +46,7 @@ def project(
     mode: str,
     program: ProgramRef | None = None,
     warnings: Sequence[str] = (),
+    schedule: str | None = None,
 ) -> Projection:
     """Memory and time of one step of a job on a target.
 
@@ -45,6 +57,9 @@ def project(
         mode: How the traces came about: simulate or measure.
         program: The program that the traces came from.
         warnings: What the makers of the traces want to be known.
+        schedule: A pipeline schedule to price the step with (a key of
+            :data:`primus_ext.project.schedules.SCHEDULES`), or ``all`` to compare them; None: what
+            the program runs.
 
     Raises:
         PlanError: Traces are missing, or the target has another size than the job.
@@ -56,7 +71,9 @@ def project(
     stages = stage_traces(plan, traces, cluster)
     shape = schedule_shape(plan)
     step = _Step(plan, stages, cluster, shape)
-    terms, kinds = step.terms()
+    under = _other_schedule(step, schedule)
+    total, end = (under.ledger(), under.end) if under else step.total()
+    terms, kinds = step.terms(total, end, under.schedule.name if under else None)
     step_s = sum(term.exposed_seconds for term in terms)
     judged = memory.verdict(plan, stages, cluster, shape)
     return Projection(
@@ -72,10 +89,14 @@ def project(
         throughput=throughput(plan, stages, cluster, step_s, kinds),
         breakdown=tuple(terms),
         not_modelled=caveats.not_modelled(plan, stages, cluster),
-        warnings=(*warnings, *judged.notes, *unknown_ops(stages)),
+        warnings=(
+            *warnings, *judged.notes, *unknown_ops(stages),
+            *comparison.notes(plan, shape, under),
+        ),
         collectives=inventory.listed(inventory.of_step(plan, stages, shape)),
+        schedules=_compared(step, judged, schedule, under),
         provenance={
-            "binding_pp_rank": step.binding,
+            "binding_pp_rank": under.binding if under else step.binding,
             "prices": "model: published peaks, bandwidths and efficiencies",
             "figures": to_plain(cluster.accelerator),
             "network": {
@@ -85,6 +106,55 @@ def project(
             "interval": "published spread of operators, weighted by exposed time, added",
         },
     )
+
+
+def timeline(
+    plan: Plan, traces: Sequence[RankTrace], cluster: Cluster, schedule: str | None = None
+) -> StepTimeline:
+    """When every pipeline rank does what in one step.
+
+    Args:
+        plan: As for :func:`project`, and the rest too.
+        traces: The same.
+        cluster: The same.
+        schedule: The same; ``all`` stands for what the program runs.
+
+    Raises:
+        ValueError: As :func:`project`.
+    """
+    stages = stage_traces(plan, traces, cluster)
+    step = _Step(plan, stages, cluster, schedule_shape(plan))
+    under = _other_schedule(step, schedule)
+    return under.recorded() if under else step.recorded()
+
+
+def _other_schedule(step: _Step, schedule: str | None) -> Rescheduled | None:
+    """The step under a schedule that only :mod:`rescheduled` knows, None for the plain ones."""
+    mine = comparison.own_schedule(step.plan, step.shape)
+    asked = mine if schedule in (None, comparison.ALL) else named(schedule)
+    if asked is not mine:
+        return Rescheduled(step.job(), asked)
+    if not mine.pairs:
+        return None
+    try:
+        return Rescheduled(step.job(), mine)
+    except ScheduleError:  # then it is priced without the overlap, as the caveats say
+        return None
+
+
+def _compared(
+    step: _Step, judged: Memory, schedule: str | None, under: Rescheduled | None
+) -> tuple[ScheduleRow, ...]:
+    """Rows of the schedules that were asked for; none if none was."""
+    if schedule is None:
+        return ()
+    mine = comparison.own_schedule(step.plan, step.shape)
+    own = under if under and under.schedule is mine else _other_schedule(step, None)
+    if own:
+        ran = comparison.Own(schedule=mine, step_s=own.end, timeline=own.timeline)
+    else:
+        ran = comparison.Own(schedule=mine, step_s=step.total()[1], timeline=step.timeline)
+    return comparison.rows(step.job(), step.stages, judged, ran, schedule, under)
 
 
 def schedule_shape(plan: Plan) -> Shape:
@@ -97,6 +167,7 @@ def schedule_shape(plan: Plan) -> Shape:
         group=int(flags.get("microbatch_group_size_per_vp_stage") or 0),
         overlap_p2p=plan.parallelism.overlap_p2p and plan.parallelism.vpp > 1,
         waits_for_sends=bool(flags.get("deallocate_pipeline_outputs", True)),
+        early=int(bool(flags.get("overlap_moe_expert_parallel_comm"))),
     )
 
 
@@ -144,7 +215,7 @@ class _Step:
     def __init__(
         self, plan: Plan, stages: Sequence[RankTrace], cluster: Cluster, shape: Shape
     ) -> None:
-        self._plan, self._stages, self._shape = plan, stages, shape
+        self.plan, self.stages, self.shape = plan, stages, shape
         self._cost = CostModel(cluster)
         ranks = range(shape.pp)
         known: dict[int, Any] = {}
@@ -172,11 +243,11 @@ class _Step:
 
     def _boundary_seconds(self) -> list[float]:
         """Seconds of a transfer across each boundary between stages."""
-        shape, pipeline = self._shape, self._stages[0].groups.get("pp", ())
+        shape, pipeline = self.shape, self.stages[0].groups.get("pp", ())
         if shape.pp > 1 and len(pipeline) != shape.pp:
             raise PlanError(f"group pp has {len(pipeline)} ranks, the plan has pp={shape.pp}")
         seconds = []
-        for boundary, size in enumerate(memory.boundary_bytes(self._stages, shape)):
+        for boundary, size in enumerate(memory.boundary_bytes(self.stages, shape)):
             here, there = boundary % shape.pp, (boundary + 1) % shape.pp
             message = Collective(kind=CollectiveKind.SEND_RECV, group="pp", bytes=size, dtype="")
             pair = (pipeline[here], pipeline[there])
@@ -185,34 +256,46 @@ class _Step:
 
     def _after(self, rank: int) -> tuple[float, float]:
         """Seconds of the optimizer step, and of gathering parameters that nothing hides."""
-        overlap = self._plan.parallelism.overlap_param_gather
+        overlap = self.plan.parallelism.overlap_param_gather
         gather = 0.0 if overlap else sum(b.gather_s for b in self._buckets[rank])
         return self._times[rank].step.seconds, gather
 
     def _reduced(self, rank: int) -> float:
         return data_parallel.reduced_at(
-            self._plan, self._simulated, self.timeline, rank, self._buckets[rank],
+            self.plan, self._simulated, self.timeline, rank, self._buckets[rank],
             self._backward[rank],
         )  # fmt: skip
 
-    def terms(self) -> tuple[list[Term], dict[Kind, float]]:
-        """Terms of the binding rank, and its exposed seconds by kind of work."""
+    def total(self) -> tuple[Ledger, float]:
+        """Work of the binding rank, and when the step is over."""
         rank, timeline = self.binding, self.timeline
-        ranks = range(self._shape.pp)
+        ranks = range(self.shape.pp)
         total = Ledger()
         for chunk in self._times[rank].chunks:
-            total.add(chunk.forward, self._shape.microbatches)
-            total.add(chunk.backward, self._shape.microbatches)
+            total.add(chunk.forward, self.shape.microbatches)
+            total.add(chunk.backward, self.shape.microbatches)
         total.work(TermName.P2P, Kind.COMMUNICATION, timeline.p2p[rank])
         self._data_parallel(total)
         total.add(self._times[rank].step)
         # the norm of the gradients makes all ranks wait for the last one
         end = max(self._reduced(r) for r in ranks) + max(sum(self._after(r)) for r in ranks)
+        return total, end
+
+    def terms(
+        self, total: Ledger, end: float, schedule: str | None
+    ) -> tuple[list[Term], dict[Kind, float]]:
+        """Terms of one rank with what is idle, and its exposed seconds by kind of work.
+
+        Args:
+            total: Its work; the bubble is added.
+            end: When the step is over.
+            schedule: Its name, where it is not the plan's.
+        """
         idle = max(0.0, end - total.seconds)
         work = {kind: seconds for kind, seconds in total.kinds.items()}
         share = 1 + idle / max(GRID, sum(work.values()))
         total.work(TermName.BUBBLE, Kind.GEMM, idle)
-        terms = [self._term(name, total) for name in TermName if total.busy.get(name)]
+        terms = [self._term(name, total, schedule) for name in TermName if total.busy.get(name)]
         return terms, {kind: seconds * share for kind, seconds in work.items()}
 
     def _data_parallel(self, total: Ledger) -> None:
@@ -224,12 +307,33 @@ class _Step:
         total.hidden(TermName.DATA, sum(b.reduce_s + b.gather_s for b in self._buckets[rank]))
         total.waited(TermName.DATA, Kind.COMMUNICATION, exposed)
 
-    def _term(self, name: TermName, total: Ledger) -> Term:
+    def job(self) -> Job:
+        """The job in parts, for another schedule."""
+        return comparison.job_of(self.plan, self.stages, self._cost, self.shape)
+
+    def recorded(self) -> StepTimeline:
+        """When every rank does what."""
+        durations = Durations(
+            forward=self._forward, backward=self._backward, boundary=self._boundary,
+            first_forward=self._first,
+        )  # fmt: skip
+        ranks = range(self.shape.pp)
+        return StepTimeline(
+            schedule=self.plan.schedule, shape=self._simulated, durations=durations,
+            programs=tuple(programs(self._simulated)),
+            code=code_of(self._simulated), microbatches=self.shape.microbatches,
+            reduced=tuple(self._reduced(r) for r in ranks),
+            finish=tuple(self.timeline.finish),
+            step=tuple(self._times[r].step.seconds for r in ranks),
+            gather=tuple(self._after(r)[1] for r in ranks),
+        )  # fmt: skip
+
+    def _term(self, name: TermName, total: Ledger, schedule: str | None) -> Term:
         return Term(
             term=str(name),
             seconds=total.busy[name],
             exposed_seconds=round(total.exposed.get(name, 0.0) / GRID) * GRID,
-            evidence=evidence.of(name, self._plan, self._cost.cluster),
+            evidence=evidence.of(name, self.plan, self._cost.cluster, schedule),
         )
 
 

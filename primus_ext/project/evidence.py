@@ -11,8 +11,15 @@ _COMMUNICATION = (TermName.TENSOR, TermName.CONTEXT, TermName.EXPERT, TermName.O
 _TRAFFIC = (TermName.MEMORY, TermName.QUANTIZE, TermName.OPTIMIZER)
 
 
-def of(term: TermName, plan: Plan, cluster: Cluster) -> str:
-    """Evidence of one term: its kind (``model``), and what it stands on."""
+def of(term: TermName, plan: Plan, cluster: Cluster, schedule: str | None = None) -> str:
+    """Evidence of one term: its kind (``model``), and what it stands on.
+
+    Args:
+        term: The term.
+        plan: The job.
+        cluster: The target.
+        schedule: What was simulated, if not the plan's own.
+    """
     accelerator = cluster.accelerator
     number_format = plan.precision.number_format
     share = accelerator.gemm_efficiency.get(number_format)
@@ -30,4 +37,4 @@ def of(term: TermName, plan: Plan, cluster: Cluster) -> str:
         return f"model: {gemm}, {memory}"
     if term in _COMMUNICATION:
         return "model: links and NICs at published shares"
-    return f"schedule: event simulation of {plan.schedule}"
+    return f"schedule: event simulation of {schedule or plan.schedule}"

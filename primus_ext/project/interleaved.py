@@ -31,7 +31,7 @@ def order(shape: Shape) -> list[tuple[int, int]]:
 
 def warmup_forwards(shape: Shape, rank: int) -> int:
     """Forwards before the first backward."""
-    ahead = 2 * (shape.pp - rank - 1) + (shape.vpp - 1) * shape.group_size
+    ahead = 2 * (shape.pp - rank - 1) + (shape.vpp - 1) * shape.group_size + shape.early
     return min(ahead, shape.microbatches * shape.vpp)
 
 

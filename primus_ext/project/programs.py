@@ -43,6 +43,8 @@ class Shape:
     a forward send is waited for at once."""
     schedule: str = ""
     """Key into :data:`primus_ext.project.schedules.SCHEDULES`; '': Megatron's own for ``vpp``."""
+    early: int = 0
+    """Forwards before the first backward beyond those of the plain interleaved schedule."""
     folded: bool = False
     """Two chunks a rank, the second of which runs back through the ranks (a V): rank 0 holds the
     first stage and the last."""

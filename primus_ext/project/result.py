@@ -166,6 +166,35 @@ class Row:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class ScheduleRow:
+    """The job under one pipeline schedule."""
+
+    schedule: str
+    title: str
+    offered_by: str
+    """Frameworks that run it, and how it is asked for there."""
+    chunks: int
+    """Model chunks on each rank."""
+    role: str
+    """``runs``: what the program runs; ``asked``: what the step is projected with; '' else."""
+    step_s: float | None = None
+    """None where it can't be: see ``refused``."""
+    bubble_share: float | None = None
+    """Share of the pipeline's time in which its ranks, on average, neither compute nor wait for a
+    transfer that is on its way."""
+    in_flight: float | None = None
+    """Most microbatches that a rank holds between a forward and its weight gradients; a chunk is
+    its share of one."""
+    peak_bytes: tuple[int, ...] = ()
+    """Live tensors at the highest moment, by pipeline rank."""
+    fits: bool | None = None
+    """Whether that and what lies beside the tensors is within the device."""
+    memory_evidence: str = ""
+    refused: str = ""
+    """Why the job can't run it, one sentence."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Projection:
     """Everything that ``projection.json`` holds."""
 
@@ -184,4 +213,6 @@ class Projection:
     collectives: tuple[Row, ...] = ()
     """Every collective of one step; empty where they are more than
     :data:`primus_ext.project.inventory.MOST_ROWS` rows."""
+    schedules: tuple[ScheduleRow, ...] = ()
+    """The schedule that was asked for beside the program's own, or all of them."""
     schema_version: int = SCHEMA_VERSION

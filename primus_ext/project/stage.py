@@ -237,7 +237,7 @@ def price(cost: CostModel, trace: RankTrace, microbatches: int = 1) -> StageTime
         return _whole_step(stream, trace, microbatches)
     chunks = []
     for chunk in trace.chunks:
-        if _parts_overlap(trace, chunk):
+        if parts_overlap(trace, chunk):
             chunks.append(_in_order(stream, chunk))
             continue
         ahead, back = Ledger(), Ledger()
@@ -248,8 +248,10 @@ def price(cost: CostModel, trace: RankTrace, microbatches: int = 1) -> StageTime
     return StageTimes(tuple(chunks), stream.run(trace.step, None))
 
 
-def _parts_overlap(trace: RankTrace, chunk: ChunkTrace) -> bool:
+def parts_overlap(trace: RankTrace, chunk: ChunkTrace) -> bool:
     """Whether parameters are gathered, or gradients reduced, inside a microbatch (FSDP)."""
+    if chunk.microbatches:
+        return True
     used = {
         (found.group, found.kind)
         for segment in chunk.segments

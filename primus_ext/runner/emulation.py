@@ -8,11 +8,13 @@ from typing import Any
 from primus_ext import trace_io
 from primus_ext.cluster import Cluster
 from primus_ext.cluster_data import load_cluster
-from primus_ext.plan import ProgramRef
+from primus_ext.plan import Plan, ProgramRef
 from primus_ext.project import compose
+from primus_ext.project.rescheduled import StepTimeline
 from primus_ext.project.result import Projection
+from primus_ext.trace import RankTrace
 
-__all__ = ["load_cluster", "priced", "question"]
+__all__ = ["load_cluster", "priced", "priced_and_drawn", "question"]
 
 FRAMEWORKS = ("primus_ext.frameworks.megatron.entry",)
 """Modules that hook a framework's training entry point in the child."""
@@ -45,14 +47,45 @@ def priced(
     Raises:
         ValueError: the target can't run it (a precision it lacks).
     """
+    return _projected(answer, mode, cluster, notes, None)[0]
+
+
+def priced_and_drawn(
+    answer: Mapping[str, Any], mode: str, cluster: Cluster, notes: Sequence[str],
+    schedule: str | None = None,
+) -> tuple[Projection, StepTimeline]:  # fmt: skip
+    """The projection of what the child traced, and when every pipeline rank does what.
+
+    Args:
+        answer: Of the child.
+        mode: As :func:`primus_ext.project.compose.project`.
+        cluster: The target.
+        notes: What the report must say.
+        schedule: As there.
+
+    Raises:
+        ValueError: the target can't run it, or not under that schedule.
+    """
+    projection, plan, traces = _projected(answer, mode, cluster, notes, schedule)
+    return projection, compose.timeline(plan, traces, cluster, schedule)
+
+
+def _projected(
+    answer: Mapping[str, Any], mode: str, cluster: Cluster, notes: Sequence[str],
+    schedule: str | None,
+) -> tuple[Projection, Plan, Sequence[RankTrace]]:  # fmt: skip
     program = answer["program"]
     if program is not None:
         program = ProgramRef(**{**program, "argv": tuple(program["argv"])})
-    return compose.project(
-        trace_io.plan_from_plain(answer["plan"]),
-        trace_io.traces_from_plain(answer["traces"]),
+    plan = trace_io.plan_from_plain(answer["plan"])
+    traces = trace_io.traces_from_plain(answer["traces"])
+    projection = compose.project(
+        plan,
+        traces,
         cluster,
         mode=mode,
         program=program,
         warnings=[*notes, *answer["warnings"]],
+        schedule=schedule,
     )
+    return projection, plan, traces

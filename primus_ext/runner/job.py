@@ -17,6 +17,7 @@ from primus_ext.runner.outcome import Exit, Outcome, UsageError, close, say
 
 if TYPE_CHECKING:
     from primus_ext.cluster import Cluster
+    from primus_ext.project.rescheduled import StepTimeline
     from primus_ext.project.result import Projection
 
 MODES = ("on", "simulate", "measure", "both", "tune", "check")
@@ -45,6 +46,8 @@ class Request:
     fail_on: str | None = None
     routing: str | None = None
     """Absolute path of recorded token counts of experts, None for balanced ones."""
+    schedule: str | None = None
+    """Pipeline schedule to price the step with, or ``all`` to compare them; None: the program's."""
     cache: str = "on"
     """Whether traces are kept and used again: one of :data:`CACHE`."""
     removed: tuple[str, ...] = ()
@@ -96,11 +99,24 @@ def _project(request: Request) -> Outcome:
         raise UsageError(
             f"+projection.cache={request.cache} is unknown; legal: {', '.join(CACHE)}"
         )
+    _check_schedule(request.schedule)
     cluster = _cluster(request)
-    projection = _composed(request, mode, cluster, notes)
-    path = _write(projection, request.out)
+    projection, drawing = _composed(request, mode, cluster, notes)
+    path = _write(projection, drawing, request.out)
     _show(projection)
     return _judged(projection.memory.verdict, request.fail_on, path)
+
+
+def _check_schedule(name: str | None) -> None:
+    """Refuse an unknown schedule before the program is run."""
+    from primus_ext.project.comparison import ALL
+    from primus_ext.project.schedules import named
+
+    try:
+        if name is not None and name != ALL:
+            named(name)
+    except ValueError as error:
+        raise UsageError(f"+projection.{error}") from error
 
 
 def _mode(request: Request) -> tuple[str, list[str]]:
@@ -136,7 +152,9 @@ def _cluster(request: Request) -> Cluster:
         raise UsageError(str(error)) from error
 
 
-def _composed(request: Request, mode: str, cluster: Cluster, notes: list[str]) -> Projection:
+def _composed(
+    request: Request, mode: str, cluster: Cluster, notes: list[str]
+) -> tuple[Projection, StepTimeline]:
     from primus_ext.report.progress import ProgressBar
     from primus_ext.runner import emulation
 
@@ -151,7 +169,7 @@ def _composed(request: Request, mode: str, cluster: Cluster, notes: list[str]) -
         )
         bar.update(1, 1, "composing")
         try:
-            return emulation.priced(answer, mode, cluster, notes)
+            return emulation.priced_and_drawn(answer, mode, cluster, notes, request.schedule)
         except ValueError as error:  # the target can't run this plan
             raise UsageError(str(error)) from error
 
@@ -183,12 +201,13 @@ def _question(request: Request, mode: str, cluster: Cluster) -> dict[str, Any]:
     }
 
 
-def _write(projection: Projection, directory: Path) -> Path:
-    from primus_ext.report import files, memory_page
+def _write(projection: Projection, drawing: StepTimeline, directory: Path) -> Path:
+    from primus_ext.report import files, memory_page, step_timeline
 
     try:
         files.write(projection, directory)
         memory_page.write(projection, directory)
+        step_timeline.write(drawing, directory)
     except OSError as error:
         raise UsageError(
             f"+projection.out={directory} could not be written: {error.strerror or error}; name a "

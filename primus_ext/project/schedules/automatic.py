@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from primus_ext.project.compiled import Durations, compiled, run
 from primus_ext.project.programs import (

@@ -9,6 +9,8 @@ pipeline the microbatches follow each other with the backward one behind
 
 from __future__ import annotations
 
+import dataclasses
+
 from primus_ext.project.interleaved import InterleavedRank, warmup_forwards
 from primus_ext.project.programs import (
     BACKWARD,
@@ -36,7 +38,7 @@ def combined(shape: Shape, rank: int) -> Program:
             "model chunks on each rank"
         )
     mine = InterleavedRank(shape, rank)
-    warmup = min(warmup_forwards(shape, rank) + 1, mine.total)
+    warmup = warmup_forwards(dataclasses.replace(shape, early=1), rank)
     steady = mine.total - warmup
     work: list[Item] = [mine.forward(k) for k in range(warmup)]
     for k in range(steady):

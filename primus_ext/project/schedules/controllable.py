@@ -13,6 +13,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections import deque
+from collections.abc import Callable
 
 from primus_ext.project.programs import FORWARD, INPUT, WEIGHT, Item, Program, Shape, asynchronous
 
@@ -65,9 +66,10 @@ class _Rank:
 
 
 @functools.lru_cache(maxsize=8)
-def _orders(pp: int, microbatches: int, block: object) -> list[list[Item]]:
+def _orders(
+    pp: int, microbatches: int, block: Callable[[int, int], _Block]
+) -> list[list[Item]]:
     """Work of every rank in order."""
-    assert callable(block)
     packing = _Packing(pp, [_repeated(block(pp, rank), microbatches) for rank in range(pp)])
     packing.move_ahead()
     packing.pack_end()
@@ -162,8 +164,9 @@ class _Packing:
             if 0 <= peer < self._pp:
                 needs.append(self._slots[peer][kind, chunk, microbatch])
             elif (kind, chunk) != (FORWARD, 0):
-                before = (FORWARD, 1) if (kind, chunk) == (INPUT, 1) else (kind, 1 - chunk)
-                needs.append(mine[(*before, microbatch)])
+                turns = (kind, chunk) == (INPUT, 1)
+                before, there = (FORWARD, 1) if turns else (kind, 1 - chunk)
+                needs.append(mine[before, there, microbatch])
         return max(needs, default=-1) + 1
 
     def _room(self, rank: _Rank, slot: int, kind: int) -> int:
