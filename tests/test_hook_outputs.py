@@ -96,6 +96,7 @@ def request(tmp_path: Path, **changes: object) -> job.Request:
         ({"mode": "tune"}, "+projection=tune is not part of this version, which offers on and"),
         ({"mode": "onn"}, "+projection=onn is unknown; legal: on, simulate"),
         ({"fail_on": "never"}, "+projection.fail_on=never is unknown; legal: oom, at_risk"),
+        ({"schedule": "gpipe"}, "+projection.schedule=gpipe is unknown; legal: all, 1f1b, inter"),
         ({"target_cluster": {"accelerator": "x1", "nodes": 1, "gpus_per_node": 8}}, "x1"),
     ],
 )
