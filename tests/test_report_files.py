@@ -19,7 +19,8 @@ from primus_ext.report.units import gib, seconds
 from tests.synthetic import Job, plan, traces
 
 KEYS = ["schema_version", "plan", "program", "cluster", "mode", "model", "memory", "throughput",
-        "breakdown", "not_modelled", "warnings", "provenance", "collectives"]  # fmt: skip
+        "breakdown", "not_modelled", "warnings", "provenance", "collectives",
+        "schedules"]  # fmt: skip
 
 
 def projection(**changes: int) -> Projection:

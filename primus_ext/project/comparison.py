@@ -65,13 +65,15 @@ def job_of(plan: Plan, stages: Sequence[RankTrace], cost: CostModel, shape: Shap
             "apart from each other"
         )
     by_rank: list[list[list[Part]]] = []
-    known: dict[int, list[list[Part]]] = {}
+    filled: list[list[data_parallel.BucketTimes]] = []
+    known: dict[int, tuple[list[list[Part]], list[data_parallel.BucketTimes]]] = {}
     for trace in stages:
         if id(trace) not in known:
             step = stage.price(cost, dataclasses.replace(trace, chunks=trace.chunks[:1])).step
             buckets = data_parallel.bucket_times(cost, trace, plan.parallelism)
-            known[id(trace)] = of_rank(cost, trace, buckets, step)
-        by_rank.append(known[id(trace)])
+            known[id(trace)] = of_rank(cost, trace, buckets, step), buckets
+        by_rank.append(known[id(trace)][0])
+        filled.append(known[id(trace)][1])
     ordered = [by_rank[rank][chunk] for chunk in range(shape.vpp) for rank in range(shape.pp)]
     quiet = min(part.transient for parts in ordered for part in parts)
     boundary = max(part.boundary for parts in ordered for part in parts)
@@ -84,7 +86,8 @@ def job_of(plan: Plan, stages: Sequence[RankTrace], cost: CostModel, shape: Shap
         for parts in ordered
     ]  # fmt: skip
     pipeline = stages[0].groups.get("pp", (stages[0].rank,))
-    return Job(plan=plan, cost=cost, shape=shape, stages=calm, pipeline=pipeline)
+    return Job(plan=plan, cost=cost, shape=shape, stages=calm, buckets=filled,
+               pipeline=pipeline)  # fmt: skip
 
 
 def rows(

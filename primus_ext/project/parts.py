@@ -17,6 +17,18 @@ LAYERS = (ScopeKind.DENSE_LAYER, ScopeKind.MOE_LAYER, ScopeKind.MAMBA_LAYER,
 _BITS = {"fp32": 32, "int32": 32, "bf16": 16, "fp16": 16, "int64": 64, "fp4": 4}
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class Filled:
+    """What a part fills of the gradient buckets of one data-parallel group."""
+
+    group: str
+    count: float
+    """How many buckets."""
+    reduce: float
+    """Seconds."""
+    gather: float
+
+
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
     """A layer, or what lies before or after the layers, and one microbatch through it."""
@@ -36,11 +48,8 @@ class Part:
     """Bytes above what is saved, at the highest moment of its chunk."""
     static: float
     """Bytes of parameters, gradients and optimizer."""
-    reduce: float
-    """Seconds of reducing its gradients over data-parallel ranks."""
-    gather: float
-    buckets: float
-    """How many gradient buckets it fills."""
+    buckets: tuple[Filled, ...]
+    """Its part of gradient buckets, by data-parallel group."""
     step: Ledger
     """The optimizer."""
     boundary: int
@@ -92,12 +101,23 @@ def _of_chunk(
             put_off=float(_operands(trace, segment)),
             transient=float(max(memory.forward_peak_bytes, memory.backward_peak_bytes)
                             - memory.saved_bytes),
-            static=held * whole, reduce=share * sum(b.reduce_s for b in mine),
-            gather=share * sum(b.gather_s for b in mine), buckets=share * len(mine),
+            static=held * whole, buckets=_filled_by(mine, share),
             step=_share(step, whole),
             boundary=chunk.boundary_bytes,
         )  # fmt: skip
     return [made[index] for index in _in_order(segments)]
+
+
+def _filled_by(buckets: Sequence[BucketTimes], share: float) -> tuple[Filled, ...]:
+    """A share of the buckets of every group."""
+    groups: dict[str, list[BucketTimes]] = {}
+    for bucket in buckets:
+        groups.setdefault(bucket.group, []).append(bucket)
+    return tuple(
+        Filled(group, share * len(found), share * sum(b.reduce_s for b in found),
+               share * sum(b.gather_s for b in found))
+        for group, found in groups.items()
+    )  # fmt: skip
 
 
 def _share(ledger: Ledger, share: float) -> Ledger:

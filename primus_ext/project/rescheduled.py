@@ -11,7 +11,7 @@ from primus_ext.project import beside, data_parallel
 from primus_ext.project.compiled import Code, Durations, compiled
 from primus_ext.project.data_parallel import BucketTimes
 from primus_ext.project.ledger import Kind, Ledger, TermName
-from primus_ext.project.parts import Part, cut
+from primus_ext.project.parts import Filled, Part, cut
 from primus_ext.project.programs import Program, ScheduleError, Shape, Transfers
 from primus_ext.project.schedule import Timeline, programs, simulate_repeating, timed
 from primus_ext.project.schedules import Schedule
@@ -32,6 +32,8 @@ class Job:
     """Of the program's own schedule."""
     stages: Sequence[Sequence[Part]]
     """Of the program's own cut, in the order of the model."""
+    buckets: Sequence[Sequence[BucketTimes]]
+    """Gradient buckets of every rank, as the program has them."""
     pipeline: tuple[int, ...]
     """Global ranks of the pipeline."""
 
@@ -78,6 +80,8 @@ def shape_for(job: Job, schedule: Schedule) -> Shape:
     found = dataclasses.replace(
         own, vpp=chunks, folded=schedule.folded, schedule=schedule.name,
         early=int(schedule.name == "combined-1f1b"),
+        # Megatron's default as soon as there are several chunks
+        overlap_p2p=own.overlap_p2p if own.vpp > 1 else chunks > 1,
         group=own.group if chunks == own.vpp else 0,
     )  # fmt: skip
     found.check()
@@ -195,14 +199,19 @@ class Rescheduled:
         ]  # fmt: skip
 
     def _buckets_of(self, rank: int) -> list[BucketTimes]:
-        """Gradient buckets of a rank, evened out over each chunk."""
+        """Gradient buckets of a rank; where its chunks are others than the job's, equal ones."""
+        if self.shape.vpp == self.job.shape.vpp and not self.shape.folded:
+            return list(self.job.buckets[rank])
         found = []
         for chunk, parts in enumerate(self.chunks[rank]):
-            count = max(1, round(sum(part.buckets for part in parts)))
-            reduce_s, gather_s = (sum(p.reduce for p in parts), sum(p.gather for p in parts))
-            found += [
-                BucketTimes(chunk, "dp", 1 / count, reduce_s / count, gather_s / count)
-            ] * count
+            groups: dict[str, list[Filled]] = {}
+            for filled in (filled for part in parts for filled in part.buckets):
+                groups.setdefault(filled.group, []).append(filled)
+            for group, filled in groups.items():
+                count = max(1, round(sum(f.count for f in filled)))
+                reduce_s, gather_s = (sum(f.reduce for f in filled), sum(f.gather for f in filled))
+                bucket = BucketTimes(chunk, group, 1 / count, reduce_s / count, gather_s / count)
+                found += [bucket] * count
         return found
 
     def _reduced(self, rank: int) -> float:
