@@ -19,6 +19,7 @@ from primus_ext.project.rescheduled import Rescheduled
 from primus_ext.project.result import Projection
 from primus_ext.project.schedules import SCHEDULES, named
 from primus_ext.report import step_timeline, terminal
+from primus_ext.trace import Call, Collective, CollectiveKind, Family, Op, ScopeKind
 from tests.synthetic import Job, plan, trace, traces
 
 JOB = Job(tp=2, pp=4, dp=2, layers=32, hidden=4096, microbatches=16)
@@ -256,3 +257,75 @@ def test_fsdp_is_refused() -> None:
     ]  # fmt: skip
     with pytest.raises(ScheduleError, match=r"not legal with sharded parameters \(FSDP\)"):
         comparison.job_of(plan(JOB), recorded, CostModel(CLUSTER), Shape(pp=4, microbatches=8))
+
+
+def with_experts(job: Job) -> tuple:
+    """Plan and traces of a job whose layers send tokens to experts and back."""
+    found = []
+    for one in traces(job):
+        ops = list(one.ops)
+        travel = Op(
+            name="c10d.alltoall_base_", family=Family.COLLECTIVE, inputs=(), outputs=(), flops=0,
+            bytes=0, collective=Collective(kind=CollectiveKind.ALL_TO_ALL, group="ep",
+                                           bytes=4 * job.activation, dtype="bf16"),
+        )  # fmt: skip
+        ops.append(travel)
+
+        def spread(calls: tuple[Call, ...], phase: str, at: int = len(ops) - 1) -> tuple[Call, ...]:
+            middle = len(calls) // 2
+            there, back = (Call(op=at, phase=phase, module="") for _ in range(2))
+            return (*calls[:middle], there, *calls[middle:-1], back, calls[-1])
+
+        chunks = [
+            dataclasses.replace(chunk, segments=tuple(
+                dataclasses.replace(s, forward=spread(s.forward, "forward"),
+                                    backward=spread(s.backward, "backward"))
+                if s.kind is ScopeKind.DENSE_LAYER else s
+                for s in chunk.segments
+            ))
+            for chunk in one.chunks
+        ]  # fmt: skip
+        found.append(
+            dataclasses.replace(one, ops=tuple(ops), chunks=tuple(chunks),
+                                groups={**one.groups, "ep": one.groups["dp"]})
+        )  # fmt: skip
+    flags = {"overlap_moe_expert_parallel_comm": True}
+    return dataclasses.replace(plan(job), flags=flags), found
+
+
+def test_a_job_that_asks_for_combined_1f1b_is_priced_with_it() -> None:
+    job = dataclasses.replace(JOB, vpp=2)
+    asked, recorded = with_experts(job)
+
+    def step(flags: dict, schedule: str | None = None) -> Projection:
+        return compose.project(dataclasses.replace(asked, flags=flags), recorded, CLUSTER,
+                               mode="simulate", schedule=schedule)  # fmt: skip
+
+    plain, both = step({}), step(asked.flags)
+    assert both.throughput.step_s < plain.throughput.step_s
+    assert sum(t.exposed_seconds for t in both.breakdown) == both.throughput.step_s
+    travel = [
+        next(t for t in p.breakdown if t.term == "expert communication") for p in (plain, both)
+    ]
+    assert travel[0].seconds == pytest.approx(travel[1].seconds)
+    # only the forwards before the first backward, and the backwards after the last forward, wait
+    assert 0 < travel[1].exposed_seconds < 0.5 * travel[0].exposed_seconds
+    assert both.breakdown[-1].evidence == "schedule: event simulation of combined-1f1b"
+    rows = {row.schedule: row for row in step(asked.flags, "all").schedules}
+    assert rows["combined-1f1b"].role == "runs" and rows["interleaved"].step_s is not None
+    assert rows["combined-1f1b"].step_s == pytest.approx(both.throughput.step_s, rel=1e-9)
+    assert rows["interleaved"].step_s == pytest.approx(plain.throughput.step_s, rel=1e-9)
+    late = step({**asked.flags, "delay_wgrad_compute": True})
+    assert late.throughput.step_s <= both.throughput.step_s
+
+
+def test_combined_1f1b_holds_one_more_chunk() -> None:
+    job = dataclasses.replace(JOB, vpp=2)
+    asked, recorded = with_experts(job)
+    plain = compose.project(dataclasses.replace(asked, flags={}), recorded, CLUSTER,
+                            mode="simulate")  # fmt: skip
+    both = compose.project(asked, recorded, CLUSTER, mode="simulate")
+    saved = recorded[1].chunks[0].memory.saved_bytes
+    more = [b.peak_bytes - a.peak_bytes
+            for a, b in zip(plain.memory.per_role, both.memory.per_role, strict=True)]  # fmt: skip
+    assert more == pytest.approx([saved] * job.pp, rel=0.2)

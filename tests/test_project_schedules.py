@@ -20,7 +20,7 @@ from primus_ext.project.programs import (
     Shape,
     Transfers,
 )
-from primus_ext.project.schedule import Timeline, programs, timed
+from primus_ext.project.schedule import Timeline, programs, simulate_repeating, timed
 from primus_ext.project.schedules import ALIASES, SCHEDULES, named
 from primus_ext.project.schedules.automatic import automatic
 
@@ -128,7 +128,8 @@ def cases(draw: st.DrawFn, names: list[str]) -> tuple[Shape, Durations]:
     name, pp = draw(st.sampled_from(names)), draw(st.integers(2, 5))
     schedule = named(name)
     if schedule.chunks:
-        microbatches = draw(st.integers(2 * pp if schedule.folded else 1, 4 * pp))
+        least = 2 * pp if name in ("zbv", "zbv-greedy", "dualpipe-v") else 1
+        microbatches = draw(st.integers(least, 4 * pp))
     else:
         microbatches = pp * draw(st.integers(1, 4))
     shape = shape_of(name, pp, microbatches, draw(st.integers(2, 3)))
@@ -231,6 +232,28 @@ def test_an_automatic_schedule_is_never_slower_than_the_fixed_one(
     build = named(shape.schedule).build
     fixed = compiled(shape, [build(shape, rank) for rank in range(shape.pp)])
     assert timeline.makespan <= timed(fixed, durations).makespan + 1e-9
+
+
+@pytest.mark.parametrize("name", FIXED)
+@pytest.mark.parametrize("pp", [2, 4])
+def test_a_long_step_ends_where_all_of_it_would(name: str, pp: int) -> None:
+    shape = shape_of(name, pp, 32 * pp)
+    plain = uniform(shape)
+    slower = [[1.0 + 0.1 * ((3 * rank + chunk) % 4) for chunk in range(shape.vpp)]
+              for rank in range(pp)]  # fmt: skip
+    durations = dataclasses.replace(
+        plain, forward=slower, boundary=[0.03] * (shape.stages - 1),
+        pair=[[[2.5] * shape.vpp] * shape.vpp for _ in range(pp)],
+    )  # fmt: skip
+    full = timed(compiled(shape, programs(shape)), durations)
+    short, timeline = simulate_repeating(
+        shape, durations.forward, durations.backward, durations.boundary, None,
+        durations.weight, durations.pair, long=12,
+    )  # fmt: skip
+    assert short.microbatches < shape.microbatches
+    assert timeline.makespan == pytest.approx(full.makespan, rel=1e-9)
+    assert timeline.busy == pytest.approx(full.busy, rel=1e-9)
+    assert timeline.p2p == pytest.approx(full.p2p, rel=1e-6, abs=1e-9)
 
 
 def test_an_automatic_schedule_uses_the_memory_that_it_is_given() -> None:

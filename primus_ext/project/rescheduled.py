@@ -13,13 +13,18 @@ from primus_ext.project.data_parallel import BucketTimes
 from primus_ext.project.ledger import Kind, Ledger, TermName
 from primus_ext.project.parts import Filled, Part, cut
 from primus_ext.project.programs import Program, ScheduleError, Shape, Transfers
-from primus_ext.project.schedule import Timeline, programs, simulate_repeating, timed
+from primus_ext.project.schedule import LONG, Timeline, programs, simulate_repeating, timed
 from primus_ext.project.schedules import Schedule
 from primus_ext.project.schedules.automatic import automatic
 from primus_ext.trace import Collective, CollectiveKind
 
 MOST_WORK = 12_000
 """Pieces of work up to which a schedule is made for the job; it takes about 0.3 s."""
+
+
+_LONG = 12
+"""Microbatches for each stage after which schedules other than Megatron's plain ones are taken to
+repeat themselves, if two spans of them take the same time: making them costs more."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -148,8 +153,9 @@ class Rescheduled:
     def _fixed(self) -> tuple[Shape, Timeline]:
         d = self.durations
         return simulate_repeating(
-            self.shape, d.forward, d.backward, d.boundary, d.first_forward, d.weight, d.pair
-        )
+            self.shape, d.forward, d.backward, d.boundary, d.first_forward, d.weight, d.pair,
+            long=LONG if self.schedule.name in ("1f1b", "interleaved") else _LONG,
+        )  # fmt: skip
 
     def _durations(self) -> Durations:
         forward = [[ledger.seconds for ledger in row] for row in self._ahead]

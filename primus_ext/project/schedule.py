@@ -105,6 +105,7 @@ def simulate_repeating(
     first_forward: Sequence[Sequence[float]] | None = None,
     weight: Sequence[Sequence[float]] | None = None,
     pair: Sequence[Sequence[Sequence[float]]] | None = None,
+    long: int = LONG,
 ) -> tuple[Shape, Timeline]:
     """As :func:`simulate`, for any number of microbatches in bounded time.
 
@@ -121,6 +122,7 @@ def simulate_repeating(
         first_forward: Extra seconds of the first microbatch's forward.
         weight: Seconds of a backward that compute weight gradients.
         pair: As :attr:`primus_ext.project.compiled.Durations.pair`.
+        long: Microbatches for each stage after which the schedule is taken to repeat itself.
 
     Returns:
         The schedule that was simulated, and its timeline with the end where that of ``shape`` is.
@@ -130,8 +132,8 @@ def simulate_repeating(
         weight=weight, pair=pair,
     )  # fmt: skip
     group = shape.group_size if shape.vpp > 1 and not shape.folded else 1
-    span = -(-LONG * shape.pp // 4 // group) * group
-    left_out = (shape.microbatches - LONG * shape.pp - 2 * span) // group
+    span = -(-long * shape.pp // 4 // group) * group
+    left_out = (shape.microbatches - long * shape.pp - 2 * span) // group
     if left_out <= 0:
         return shape, timed(code_of(shape), durations)
     most = shape.microbatches - left_out * group
