@@ -51,6 +51,8 @@ def not_modelled(plan: Plan, stages: Sequence[RankTrace], cluster: Cluster) -> t
             if any(stage.parts_overlap(trace, c) for trace in stages for c in trace.chunks)
             else "combined 1F1B: temporaries of both microbatches at once"
         )
+    if plan.flags.get("delay_wgrad_compute"):
+        lines.append("delay_wgrad_compute: memory that delayed weight gradients hold")
     if plan.flags.get("tp_comm_overlap"):
         lines.append("tp_comm_overlap: tensor-parallel communication is counted as not hidden")
     sharded = plan.flags.get("use_megatron_fsdp") or plan.flags.get("use_torch_fsdp2")

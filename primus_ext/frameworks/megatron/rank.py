@@ -94,6 +94,7 @@ def run(
     local_size = int(request["gpus_per_node"])
     args.rank, args.local_rank = rank, rank % local_size
     _forget_outputs(args, call.arguments["cfg_container"])
+    _whole_backwards(args, call.arguments["cfg_container"])
     if "rendezvous" in request:
         real_peers.join(rank, args.world_size, request["rendezvous"])
     else:
@@ -136,6 +137,20 @@ def run(
     except _Recorded as done:
         return done.result
     raise session.ProgramError("megatron.training.pretrain returned without training anything")
+
+
+def _whole_backwards(args: Any, cfg_container: Any) -> None:
+    """A backward computes its weight gradients, whatever ``delay_wgrad_compute`` says.
+
+    With it they are left to Megatron's combined schedule, which is not what is recorded here, and
+    would be missing.  When they run is settled where the schedule is simulated.
+    """
+    name = "delay_wgrad_compute"
+    args.delay_wgrad_compute = False
+    for section in vars(cfg_container).values():
+        for config in (section, getattr(section, "transformer", None)):
+            if getattr(config, name, False):
+                setattr(config, name, False)
 
 
 def _forget_outputs(args: Any, cfg_container: Any) -> None:
