@@ -14,6 +14,7 @@ from primus_ext.project.interleaved import order, warmup_forwards
 from primus_ext.project.programs import (
     BACKWARD,
     FORWARD,
+    PAIR,
     TRANSFER,
     Program,
     ScheduleError,
@@ -157,10 +158,11 @@ class Communicator:
 found = []
 for pp, vpp, microbatches, group in json.loads(sys.argv[1]):
     group = group or pp
-    counts = [schedules.get_pp_rank_microbatches(
-        microbatches, vpp, group, p2p_communicator=Communicator(pp, vpp, rank))
-        for rank in range(pp)]
-    found.append([schedules.get_schedule_table(microbatches, vpp, group), counts])
+    counts, combined = [[schedules.get_pp_rank_microbatches(
+        microbatches, vpp, group, p2p_communicator=Communicator(pp, vpp, rank),
+        overlap_moe_expert_parallel_comm=beside) for rank in range(pp)]
+        for beside in (False, True)]
+    found.append([schedules.get_schedule_table(microbatches, vpp, group), counts, combined])
 print("FOUND" + json.dumps(found))
 """
 
@@ -179,7 +181,7 @@ def megatron() -> list[list[list]]:
 @pytest.mark.parametrize("case", range(len(CASES)))
 def test_warm_up_and_order_are_those_of_megatron(case: int, megatron: list[list[list]]) -> None:
     pp, vpp, microbatches, group = CASES[case]
-    table, counts = megatron[case]
+    table, counts, _ = megatron[case]
     shape = Shape(pp=pp, vpp=vpp, microbatches=microbatches, group=group)
     assert order(shape) == [tuple(pair) for pair in table]
     for rank, program in enumerate(programs(shape)):
@@ -191,6 +193,17 @@ def test_warm_up_and_order_are_those_of_megatron(case: int, megatron: list[list[
         assert len(kinds) == 2 * total and all_warmup == (rest == 0)
         # the steady state holds what is warm and one more
         assert in_flight(program) == min(total, warmup + 1)
+
+
+@pytest.mark.parametrize("case", range(len(CASES)))
+def test_combined_1f1b_warms_up_as_megatron_says(case: int, megatron: list[list[list]]) -> None:
+    pp, vpp, microbatches, group = CASES[case]
+    shape = Shape(pp=pp, vpp=vpp, microbatches=microbatches, group=group,
+                  schedule="combined-1f1b")  # fmt: skip
+    for rank, program in enumerate(programs(shape)):
+        _, _, warmup, rest = megatron[case][2][rank]
+        kinds = [kind for kind, _, _ in work(program)]
+        assert kinds == [FORWARD] * warmup + [PAIR] * rest + [BACKWARD] * warmup
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ _KEPT = 50_000
 """Pieces of work above which a compiled schedule is not kept (about 20 MB)."""
 
 
-@functools.lru_cache(maxsize=32)
+@functools.lru_cache(maxsize=16)
 def _kept(shape: Shape) -> Code:
     return compiled(shape, programs(shape))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 
 from primus_ext.project.interleaved import interleaved
@@ -106,11 +107,26 @@ def own(shape: Shape) -> Schedule:
 
 
 def programs(shape: Shape) -> list[Program]:
-    """The program of every pipeline rank.
+    """The program of every pipeline rank; not to be changed, others are given the same.
 
     Raises:
         ScheduleError: The framework refuses the shape.
     """
+    if shape.stages * shape.microbatches > _KEPT:
+        return _built(shape)
+    return list(_kept(shape))
+
+
+_KEPT = 4_000
+"""Microbatches times stages above which programs are not kept."""
+
+
+def _built(shape: Shape) -> list[Program]:
     shape.check()
     build = own(shape).build
     return [build(shape, rank) for rank in range(shape.pp)]
+
+
+@functools.lru_cache(maxsize=64)
+def _kept(shape: Shape) -> tuple[Program, ...]:
+    return tuple(_built(shape))
