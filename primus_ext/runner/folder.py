@@ -9,8 +9,8 @@ from pathlib import Path
 from primus_ext.runner.outcome import UsageError
 
 ROOM_BYTES = 4 << 20
-"""Space that must be free: projection.json, verdict.json and child.log of one run stay below it
-(they are 0.1-0.3 MiB for the largest shipped model on 8,192 GPUs)."""
+"""Space that must be free: the files of one run stay below it (projection.json, verdict.json and
+child.log are 0.1-0.3 MiB for the largest shipped model on 8,192 GPUs, timeline.json up to 1.7)."""
 
 
 def prepare(directory: Path) -> None:
