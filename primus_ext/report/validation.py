@@ -68,11 +68,13 @@ def _summaries(result: Mapping[str, Any], width: int) -> Table:
         "scored rows by source: mean error, bias, regret, cv of k, share inside the interval and "
         "its half width in percent; rho: Spearman; k: projected over measured throughput"
     )
-    table = Table(title=title, title_justify="left", box=box.SIMPLE, padding=(0, 1, 0, 0), pad_edge=False)
+    table = Table(
+        title=title, title_justify="left", box=box.SIMPLE, padding=(0, 1, 0, 0), pad_edge=False
+    )
     room = width - sum(_COLUMNS.values()) - 3 * len(_COLUMNS) - 4
     table.add_column("source", max_width=max(12, min(34, room)), no_wrap=True)
-    for name, width in _COLUMNS.items():
-        table.add_column(name, justify="right", min_width=width, no_wrap=True)
+    for name, least in _COLUMNS.items():
+        table.add_column(name, justify="right", min_width=least, no_wrap=True)
     for name, group in (*result["sources"].items(), ("all", result["summary"])):
         if group["rows"]:
             table.add_row(name, *_figures(group))
