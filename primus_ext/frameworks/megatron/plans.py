@@ -23,7 +23,7 @@ _FLAGS = (
     "cp_comm_type", "account_for_embedding_in_pipeline_split",
     "account_for_loss_in_pipeline_split", "optimizer_cpu_offload", "fp8_param_gather",
     "use_precision_aware_optimizer", "data_parallel_sharding_strategy",
-    "align_grad_reduce", "microbatch_group_size_per_vp_stage",
+    "align_grad_reduce", "align_param_gather", "microbatch_group_size_per_vp_stage",
     "num_distributed_optimizer_instances", "delay_wgrad_compute", "cuda_graph_impl",
     "optimizer_offload_fraction", "cpu_offloading_num_layers",
     "fine_grained_activation_offloading", "hybrid_layer_pattern",
