@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 import subprocess
 import sys
 import tomllib
@@ -142,3 +143,28 @@ def test_differences_between_releases_are_told() -> None:
         ("transformer_engine_torch.new", "te", "new, the stand-in lacks it"),
         ("primus_ext.x", "", "can't be imported: ImportError: y"),
     ]
+
+
+@pytest.mark.parametrize(
+    ("program", "options", "code", "words"),
+    [
+        ("raise SystemExit(1)", [], 0, ""),
+        ("raise SystemExit(1)", ["--strict"], 1, ""),
+        ("import sys; assert sys.argv[1:] == ['--python', 'x']", ["--python", "x", "--strict"], 0,
+         ""),
+        ("while True: pass", ["--limit", "0.5"], 0, "did not end within 0.5 s"),
+    ],
+)  # fmt: skip
+def test_the_check_of_newest_releases_never_fails_unless_asked(
+    tmp_path: Path, program: str, options: list[str], code: int, words: str
+) -> None:
+    scripts = tmp_path / "scripts"
+    scripts.mkdir()
+    shutil.copy(ROOT / "scripts" / "newest", scripts)
+    (scripts / "newest_releases.py").write_text(program)
+    (scripts / "_setup.sh").write_text(
+        f"ROOT={tmp_path}\nPYTHON={sys.executable}\nsay() {{ printf '%s\\n' \"$*\" >&2; }}\n"
+    )
+    done = subprocess.run([scripts / "newest", *options], capture_output=True, text=True)
+    assert done.returncode == code
+    assert words in done.stderr
