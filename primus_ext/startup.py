@@ -33,8 +33,8 @@ def install() -> None:
         from primus_ext.emulate import registry
 
         registry.patch(
-            "hydra.main", "_get_rerun_conf", group=_GROUP, versions="hydra-core 1.3",
-            reason="--experimental-rerun calls no plugin and no callback: it would train",
+            "hydra.main", group=_GROUP, versions="hydra-core 1.3 and 1.4",
+            reason="--experimental-rerun takes overrides that no plugin sees: it would train",
         )(_refuse)  # fmt: skip
         registry.apply_all(_GROUP)
 

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 
+from tests.never_train.support import hydra_folder
 from tests.test_house import ROOT, TRACKED
 
 TOP = """
@@ -147,5 +148,26 @@ def test_no_rerun_of_hydra_trains_where_a_projection_was_asked_for(
     held.hydra.overrides.task.append("+projection=simulate")
     config.write_bytes(pickle.dumps(held))
     refused = run(editable, tmp_path, "app.py", "--experimental-rerun", str(config))
+    assert (refused.returncode, refused.stdout) == (2, ""), refused.stderr
+    assert "holds that override" in refused.stderr
+
+
+def test_saved_overrides_of_hydra_1_4_do_not_train(editable: str, tmp_path: Path) -> None:
+    """There a rerun composes again, from overrides that no plugin is told of."""
+    folder = hydra_folder("1.4-pre")
+    (tmp_path / "app.py").write_text(RERUN)
+
+    def app(*words: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [editable, "app.py", *words], cwd=tmp_path, capture_output=True, text=True,
+            env=clean() | {"PYTHONPATH": str(folder)},
+        )  # fmt: skip
+
+    first = app("+x=1", "hydra.run.dir=first")
+    again = app("--experimental-rerun", "first")
+    assert "TRAINS" in first.stdout and "TRAINS" in again.stdout, again.stderr
+    saved = tmp_path / "first" / ".hydra" / "overrides.yaml"
+    saved.write_text(saved.read_text() + "- +projection=simulate\n")
+    refused = app("--experimental-rerun", "first")
     assert (refused.returncode, refused.stdout) == (2, ""), refused.stderr
     assert "holds that override" in refused.stderr
