@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from primus_ext.cluster_data import load_cluster
 from primus_ext.project import inflight, memory, tight
 from primus_ext.project.allocator_config import AllocatorConfig, parse
-from primus_ext.project.footprint import enough, footprint
+from primus_ext.project.footprint import Replayed, enough, footprint
 from primus_ext.project.programs import Shape
 from primus_ext.project.replay import Replay, highest
 from primus_ext.project.schedule import programs
@@ -178,10 +178,11 @@ def test_a_footprint_holds_the_tensors(
 ) -> None:
     shape, rank, trace = drawn
     sizes = [UNIT] * (shape.stages - 1)
-    found = footprint(trace, rank, inflight.steady(shape), sizes, parse(text))
+    asked = Replayed(trace, rank, inflight.steady(shape), sizes, parse(text))
+    found = footprint(asked)
     peak = expected(shape, rank, trace)
     assert found.reserved_bytes >= found.allocated_bytes >= peak
-    assert found == footprint(trace, rank, inflight.steady(shape), sizes, parse(text))
+    assert found == footprint(asked)
     highest_point = max(sum(point[1:]) for point in found.timeline.points)
     assert highest_point == peak
     assert len(found.timeline.points) <= 2000
@@ -222,8 +223,9 @@ def test_every_step_ends_as_it_began(drawn: tuple[Shape, int, RankTrace]) -> Non
 def test_blas_workspaces_are_allocated_but_are_no_tensors() -> None:
     shape = Shape(pp=1, microbatches=2)
     trace = stage(shape, 0, [[4]])
-    without = footprint(trace, 0, shape, [], AllocatorConfig())
-    found = footprint(trace, 0, shape, [], AllocatorConfig(), (32 * MIB, 32 * MIB))
+    asked = Replayed(trace, 0, shape, [], AllocatorConfig())
+    without = footprint(asked)
+    found = footprint(dataclasses.replace(asked, workspaces=(32 * MIB, 32 * MIB)))
     assert found.allocated_bytes - without.allocated_bytes == 64 * MIB
 
 
@@ -251,28 +253,28 @@ def test_a_device_as_large_as_what_is_reserved_is_enough(
     drawn: tuple[Shape, int, RankTrace]
 ) -> None:
     shape, rank, trace = drawn
-    asked = (trace, rank, inflight.steady(shape), [UNIT] * (shape.stages - 1))
-    config = AllocatorConfig()
-    found = footprint(*asked, config)
-    plain = tight.squeeze(*asked, config, (0, 0), found.reserved_bytes)
+    sizes = [UNIT] * (shape.stages - 1)
+    asked = Replayed(trace, rank, inflight.steady(shape), sizes, AllocatorConfig())
+    found = footprint(asked)
+    plain = tight.squeeze(asked, found.reserved_bytes)
     assert (plain.retries, plain.refused) == (0, 0)
     assert plain.reserved_bytes == found.reserved_bytes
-    less = tight.squeeze(*asked, config, (0, 0), expected(shape, rank, trace) - 1)
+    less = tight.squeeze(asked, expected(shape, rank, trace) - 1)
     assert less.refused > 0
     between = found.reserved_bytes - 2 * MIB
     if between >= expected(shape, rank, trace):
-        squeezed = tight.squeeze(*asked, config, (0, 0), between)
+        squeezed = tight.squeeze(asked, between)
         assert squeezed.refused or squeezed.reserved_bytes <= between
 
 
 def test_what_is_said_of_a_rank_at_risk() -> None:
     shape = Shape(pp=1, microbatches=2)
     trace = stage(shape, 0, [[60, 30, 60]])
-    asked = (trace, 0, shape, [])
-    peak, reserved = expected(shape, 0, trace), footprint(*asked, AllocatorConfig()).reserved_bytes
+    asked = Replayed(trace, 0, shape, [], AllocatorConfig())
+    peak, reserved = expected(shape, 0, trace), footprint(asked).reserved_bytes
     assert reserved > peak
     said = {
-        tight.sentence(*asked, config, (0, 0), room)
+        tight.sentence(dataclasses.replace(asked, config=config), room)
         for room in range(peak, reserved, MIB)
         for config in (AllocatorConfig(), parse("expandable_segments:True"))
     }

@@ -140,7 +140,7 @@ def test_differences_between_releases_are_told() -> None:
         ("m.c", "p", "no longer takes y=; also takes z"),
         ("m.d", "p", "vanished: gone"),
         ("m.f", "p", "takes its parameters in another order"),
-        ("transformer_engine_torch.new", "te", "new, the stand-in lacks it"),
+        ("transformer_engine_torch: new", "te", "does not fit the stand-in"),
         ("primus_ext.x", "", "can't be imported: ImportError: y"),
     ]
 

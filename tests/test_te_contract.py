@@ -23,6 +23,13 @@ def test_every_name_that_transformer_engine_mentions_exists(mentioned: frozenset
     assert mentions.lacking(module.build()) == NEVER_THERE
 
 
+def test_every_call_of_transformer_engine_fits_the_function_that_stands_for_it() -> None:
+    stand_in = module.build()
+    assert mentions.misfits(stand_in) == set()
+    setattr(stand_in, "thd_out_correction", lambda out, step, lse, cu: None)
+    assert {line.split()[1] for line in mentions.misfits(stand_in)} == {"thd_out_correction"}
+
+
 WITHOUT_BODY = {
     # userbuffers communication overlap, NVSHMEM, cuSOLVERMp
     "bulk_overlap_ag_with_external_gemm", "create_nvshmem_tensor", "init_nvshmem_backend",

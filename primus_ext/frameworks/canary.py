@@ -37,8 +37,9 @@ def main(path: str) -> None:
 
     Args:
         path: The file: ``releases`` by package; ``names``, by patch and dotted name what it
-            ``takes`` and a hash of its ``body``, or what is ``missing``; ``unknown``, names
-            that Transformer Engine takes from its extension and the stand-in lacks.
+            ``takes`` and a hash of its ``body``, or what is ``missing``; ``unknown``, what
+            Transformer Engine takes from its extension and the stand-in lacks, or can't be called
+            with.
     """
     names: dict[str, dict[str, str]] = {}
 
@@ -85,7 +86,7 @@ def differences(pinned: dict[str, Any], other: dict[str, Any]) -> list[tuple[str
         elif before["body"] != after["body"]:
             rows.append((name, patch, "its body changed"))
     for name in sorted(set(other["unknown"]) - set(pinned["unknown"])):
-        rows.append((f"transformer_engine_torch.{name}", "te", "new, the stand-in lacks it"))
+        rows.append((f"transformer_engine_torch: {name}", "te", "does not fit the stand-in"))
     for name in sorted(set(other["unfit"]) - set(pinned["unfit"])):
         rows.append((name, "", f"can't be imported: {other['unfit'][name]}"))
     return rows
@@ -149,7 +150,8 @@ def _unknown() -> list[str]:
     from primus_ext.emulate.te import mentions, module
 
     try:
-        return sorted(mentions.lacking(sys.modules[module.MODULE_NAME]))
+        stand_in = sys.modules[module.MODULE_NAME]
+        return sorted(mentions.lacking(stand_in) | mentions.misfits(stand_in))
     except ModuleNotFoundError:
         return []
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections import Counter
 from collections.abc import Sequence
 
@@ -21,31 +22,43 @@ MOST_ALLOCATIONS = 20
 _STATIC = frozenset({"parameters", "gradients", "optimizer", "workspaces"})
 
 
-def footprint(
-    trace: RankTrace,
-    rank: int,
-    shape: Shape,
-    sizes: Sequence[int],
-    config: AllocatorConfig,
-    workspaces: tuple[int, int] = (0, 0),
-) -> Footprint:
-    """Allocate and free as the rank does, from its setup through a few steps.
+@dataclasses.dataclass(frozen=True, slots=True)
+class Replayed:
+    """What one rank allocates and frees, and the settings of the allocator that serves it."""
 
-    Args:
-        trace: Of the rank, with its events.
-        rank: Pipeline rank.
-        shape: The schedule, shortened.
-        sizes: Bytes that cross each boundary between stages.
-        config: Settings of the allocator.
-        workspaces: Bytes that the BLAS library takes from the allocator in the first forward and
-            in the first backward.
+    trace: RankTrace
+    """Of the rank, with its events."""
+    rank: int
+    """Pipeline rank."""
+    shape: Shape
+    """The schedule, shortened."""
+    sizes: Sequence[int]
+    """Bytes that cross each boundary between stages."""
+    config: AllocatorConfig
+    """Settings of the allocator."""
+    workspaces: tuple[int, int] = (0, 0)
+    """Bytes that the BLAS library takes from the allocator in the first forward and in the first
+    backward."""
+
+    def replay(self) -> Replay:
+        """A new replay, at its beginning.
+
+        Raises:
+            ValueError: The trace has no events.
+        """
+        short = enough(self.shape, self.rank)
+        program = programs(short)[self.rank]
+        return Replay(self.trace, self.rank, short, program, self.sizes, self.workspaces)
+
+
+def footprint(of: Replayed) -> Footprint:
+    """Allocate and free as the rank does, from its setup through a few steps.
 
     Raises:
         ValueError: The trace has no events.
     """
-    short = enough(shape, rank)
-    replay = Replay(trace, rank, short, programs(short)[rank], sizes, workspaces)
-    device = Device(replay, config)
+    replay = of.replay()
+    device = Device(replay, of.config)
     device.run([replay.setup()])
     for number in range(STEPS):
         live = device.live()

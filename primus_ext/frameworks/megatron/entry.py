@@ -12,6 +12,7 @@ from primus_ext.frameworks.megatron import (  # noqa: F401  (declare)
     chunk_sort,
     fsdp_patches,
     offloading,
+    packed,
     patches,
     routing,
     shapes,
