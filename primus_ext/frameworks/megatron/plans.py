@@ -148,6 +148,7 @@ def _model(args: Any, config: Any) -> Model:
 
 _UNSUPPORTED = {
     "nccl_ub": "memory pools that are registered with NCCL",
+    "optimizer_cuda_graph": "the memory pools that CUDA graphs keep",
 }
 
 
