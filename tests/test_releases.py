@@ -130,9 +130,10 @@ def test_differences_between_releases_are_told() -> None:
         return {"names": named, "unknown": ["old"], "unfit": {}}
 
     same, body = {"takes": "x, y=", "body": "1"}, {"takes": "x, y=", "body": "2"}
-    pinned = names(a=same, b=same, c=same, d=same, e={"missing": "x"}, f=same)
+    pinned = names(a=same, b=same, c=same, d=same, e={"missing": "x"}, f=same,
+                   g={"takes": "", "body": ""})  # fmt: skip
     other = names(a=same, b=body, c={"takes": "x, z", "body": "1"}, d={"missing": "gone"}, e=same,
-                  f={"takes": "y=, x", "body": "1"})  # fmt: skip
+                  f={"takes": "y=, x", "body": "1"}, g={"takes": "z=", "body": ""})  # fmt: skip
     other |= {"unknown": ["old", "new"], "unfit": {"primus_ext.x": "ImportError: y"}}
     assert canary.differences(pinned, pinned) == []
     assert canary.differences(pinned, other) == [
@@ -140,6 +141,7 @@ def test_differences_between_releases_are_told() -> None:
         ("m.c", "p", "no longer takes y=; also takes z"),
         ("m.d", "p", "vanished: gone"),
         ("m.f", "p", "takes its parameters in another order"),
+        ("m.g", "p", "also takes z="),
         ("transformer_engine_torch: new", "te", "does not fit the stand-in"),
         ("primus_ext.x", "", "can't be imported: ImportError: y"),
     ]

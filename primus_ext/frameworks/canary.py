@@ -129,7 +129,7 @@ def _parameters(value: Any) -> str:
 
 def _change(before: str, after: str) -> str:
     """What is different between two lists of parameters."""
-    old, new = before.split(", "), after.split(", ")
+    old, new = ([n for n in names.split(", ") if n] for names in (before, after))
     lost, gained = [n for n in old if n not in new], [n for n in new if n not in old]
     if not lost and not gained:
         return "takes its parameters in another order"
