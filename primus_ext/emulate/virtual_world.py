@@ -21,6 +21,8 @@ from primus_ext.emulate import (  # noqa: F401  (some only declare)
 
 _library: torch.library.Library | None = None
 _member: int | None = None
+_replaced: dict[str, Any] = {}
+_ANSWERED = ("new_group", "all_gather_object", "broadcast_object_list")
 NOT_A_MEMBER = dist.GroupMember.NON_GROUP_MEMBER
 """What ``new_group`` returns for a group that does not hold this rank."""
 
@@ -41,9 +43,26 @@ def join(rank: int, world_size: int, gpus_per_node: int) -> None:
         RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank % gpus_per_node)
     )
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
+    _replaced.update({name: getattr(dist, name) for name in _ANSWERED})
     dist.new_group = _own_groups_only(dist.new_group, rank)
     dist.all_gather_object = _same_object_everywhere
     dist.broadcast_object_list = lambda *args, **kwargs: None
+
+
+def leave() -> None:
+    """Be no rank any more, so that the process can :func:`join` as another one."""
+    global _member
+    _member = None
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    for name, original in _replaced.items():
+        setattr(dist, name, original)
+    _replaced.clear()
+
+
+def is_joined() -> bool:
+    """Whether this process is a rank of a virtual world."""
+    return _member is not None
 
 
 def is_stranger_to(ranks: Sequence[int]) -> bool:

@@ -50,7 +50,8 @@ def record(
     changed = shapes.reshaped(call, shape["arguments"])
     points = [(int(m), int(s)) for m, s in shape["points"]]
     member = roles.global_rank(int(shape.get("pp_rank", 0)), plans.arguments())
-    return rank.run(original, changed, member, functools.partial(_points, points=points))
+    loop = functools.partial(_points, points=points)
+    return rank.run(original, changed, member, loop, frozen=False)
 
 
 def conditions(args: Any, config: Any) -> list[Condition]:
