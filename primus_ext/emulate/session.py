@@ -11,7 +11,7 @@ import tempfile
 import traceback
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Generic, NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 from primus_ext.emulate.inputs import Inputs
 
@@ -102,7 +102,7 @@ class Session:
         os._exit(code)
 
 
-class Fork(Generic[T]):
+class Fork[T]:
     """Work that runs in a forked copy of this process."""
 
     def __init__(self, work: Callable[[], T]) -> None:

@@ -113,8 +113,15 @@ def _points(
 
 
 def _recording(recorder: Recorder, make: Callable[..., Any], point: Point) -> Recording:
-    # The first visit of a shape fills caches; one after another point frees what that one left.
-    microbatch.record(make, recorder.memory, 0, [])
+    """What a visit of the point gives once its caches are filled.
+
+    A first visit that fills some (offsets of sequences, rope's tables) leaves tensors behind.
+    """
+    found = _visit(recorder, make, point)
+    return _visit(recorder, make, point) if recorder.memory.fresh else found
+
+
+def _visit(recorder: Recorder, make: Callable[..., Any], point: Point) -> Recording:
     with _deltas(recorder) as (deltas, starts):
         chunk = microbatch.record(make, recorder.memory, 0, [])
     ahead, back = starts[-2:]
