@@ -11,7 +11,7 @@ import collections
 import functools
 import os
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -36,9 +36,14 @@ def _is_kept(name: str, module: Any) -> bool:
 class State:
     """Global variables, attributes of classes, and caches at one moment."""
 
-    def __init__(self) -> None:
-        """Note the present."""
+    def __init__(self, growing: Iterable[Any] = ()) -> None:
+        """Note the present.
+
+        Args:
+            growing: Containers whose contents stay as they will be.
+        """
         self._owners: dict[str, list[_Attributes]] = {}
+        self._growing = frozenset(map(id, growing))
         self._environment = dict(os.environ)
         self._note_imports()
 
@@ -61,8 +66,8 @@ class State:
         found = []
         for name, module in list(sys.modules.items()):
             if name not in self._owners and _is_kept(name, module):
-                owners = [_Attributes(module)]
-                owners += [_Attributes(kind) for kind in _classes(name, module)]
+                parts = [module, *_classes(name, module)]
+                owners = [_Attributes(part, self._growing) for part in parts]
                 self._owners[name] = owners
                 found += owners
         return found
@@ -71,12 +76,14 @@ class State:
 class _Attributes:
     """Those of one module or class."""
 
-    def __init__(self, owner: Any) -> None:
+    def __init__(self, owner: Any, growing: frozenset[int]) -> None:
         self._owner = owner
         self._size = len(vars(owner))
         self._values = dict(_data(vars(owner)))
         values = self._values.values()
-        self._contents = [(v, v.copy()) for v in values if type(v) in _CONTAINERS]
+        self._contents = [
+            (v, v.copy()) for v in values if type(v) in _CONTAINERS and id(v) not in growing
+        ]
         self._caches = [v for v in values if isinstance(v, functools._lru_cache_wrapper)]
         self._cached = [cache.cache_info().currsize for cache in self._caches]
 

@@ -112,6 +112,10 @@ class HostReads(TorchDispatchMode):
     step counter is past zero, and no flag (NaN found, overflow) is up.
     """
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # nothing is compiled here; torch's guard against it costs at every operator
+
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
     ) -> Any:
@@ -150,6 +154,13 @@ def _remembered(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
 @contextlib.contextmanager
 def no_storage() -> Iterator[FakeTensorMode]:
     """Tensors have shapes but no storage, so that a stage of any size fits on this machine."""
+    global _mode
     registry.apply_all("no_storage")
-    with FakeTensorMode(allow_non_fake_inputs=True) as mode, HostReads():
-        yield mode
+    if _mode is None:
+        _mode = FakeTensorMode(allow_non_fake_inputs=True)
+    with _mode, HostReads():
+        yield _mode
+
+
+_mode: FakeTensorMode | None = None
+"""One for the life of the process: frameworks keep tensors, which only their own mode takes."""

@@ -25,7 +25,7 @@ from primus_ext.frameworks.megatron import (
 from primus_ext.observe.recorder import LiveBytes, Recorder
 from primus_ext.observe.scopes import Scopes
 from primus_ext.parametric import Condition, Point, Recording
-from primus_ext.trace import Segment
+from primus_ext.trace import ChunkTrace, Segment
 
 _BLOCKS = {"blockwise": 128, "mxfp8": 32, "delayed": 16, "tensorwise": 16}
 """Rows that a quantized tile needs (Transformer Engine's recipes)."""
@@ -98,41 +98,64 @@ def _points(
         microbatch.Microbatch, recorder, training.arguments["forward_step_func"], model, 0, scopes,
         config,
     )  # fmt: skip
+    visits = _Visits(recorder, make)
     found: list[Recording] = []
     seconds: list[float] = []
     with probe.thinned(bare[0]):
-        microbatch.record(make, recorder.memory, 0, [], first=True)
         for mbs, seq in points:
             args.micro_batch_size, args.seq_length = mbs, seq
             started = time.process_time()
-            found.append(_recording(recorder, make, (mbs, seq)))
+            found.append(visits.record((mbs, seq)))
             seconds.append(time.process_time() - started)
     return {
         "recordings": found, "conditions": conditions(args, config), "cpu_seconds": seconds
     }  # fmt: skip
 
 
-def _recording(recorder: Recorder, make: Callable[..., Any], point: Point) -> Recording:
-    """What a visit of the point gives once its caches are filled.
+class _Visits:
+    """Microbatches at one point after another.
 
-    A first visit that fills some (offsets of sequences, rope's tables) leaves tensors behind.
+    The first one of a size may fill caches (offsets of sequences, rope's tables), and then leaves
+    tensors that later ones don't.
     """
-    found = _visit(recorder, make, point)
-    return _visit(recorder, make, point) if recorder.memory.fresh else found
+
+    def __init__(self, recorder: Recorder, make: Callable[..., Any]) -> None:
+        self._recorder, self._make = recorder, make
+        self._usual: list[tuple[str, str, str]] | None = None
+        """Op, module and phase of what a microbatch leaves that fills no cache."""
+
+    def record(self, point: Point) -> Recording:
+        """What a microbatch of this size is once caches are filled."""
+        if self._usual is None:
+            microbatch.record(self._make, self._recorder.memory, 0, [], first=True)
+            found, self._usual = self._visit(point)
+            return found
+        found, left = self._visit(point)
+        return found if left == self._usual else self._visit(point)[0]
+
+    def _visit(self, point: Point) -> tuple[Recording, list[tuple[str, str, str]]]:
+        recorder = self._recorder
+        with _deltas(recorder) as (deltas, starts):
+            chunk = microbatch.record(self._make, recorder.memory, 0, [])
+        ahead, back = starts[-2:]
+        recording = Recording(
+            point=point,
+            calls=tuple((recorder.ops[c.op], c.phase, c.module) for c in _calls(chunk.segments)),
+            forward=tuple(deltas[ahead:back]),
+            backward=tuple(deltas[back:]),
+            boundary_bytes=chunk.boundary_bytes,
+        )
+        return recording, _left(recorder, chunk)
 
 
-def _visit(recorder: Recorder, make: Callable[..., Any], point: Point) -> Recording:
-    with _deltas(recorder) as (deltas, starts):
-        chunk = microbatch.record(make, recorder.memory, 0, [])
-    ahead, back = starts[-2:]
-    calls = [(recorder.ops[call.op], call.phase, call.module) for call in _calls(chunk.segments)]
-    return Recording(
-        point=point,
-        calls=tuple(calls),
-        forward=tuple(deltas[ahead:back]),
-        backward=tuple(deltas[back:]),
-        boundary_bytes=chunk.boundary_bytes,
-    )
+def _left(recorder: Recorder, chunk: ChunkTrace) -> list[tuple[str, str, str]]:
+    """Op, module and phase of the tensors that a microbatch leaves, in order."""
+    events = chunk.events
+    if events is None:
+        raise ValueError("a microbatch without events says nothing of what it leaves")
+    made = [event for event in (*events.forward, *events.backward) if event >= 0]
+    kinds = [recorder.kinds.table[made[number]] for number in events.kept]
+    return [(kind.op, kind.module, kind.phase) for kind in kinds]
 
 
 def _calls(segments: Sequence[Segment]) -> Iterator[Any]:

@@ -67,7 +67,7 @@ def _serve(
     original: Callable[..., Any], call: inspect.BoundArguments, shapes: Numbered
 ) -> dict[int, dict[str, Any]]:
     """Record shapes until one fails half-way: after that the process is not what it was."""
-    state = rewind.State()
+    state = rewind.State(growing=caches.by_size())
     found: dict[int, dict[str, Any]] = {}
     for number, shape in shapes:
         try:
@@ -81,7 +81,7 @@ def _serve(
                 return found
         virtual_world.leave()
         state.restore()
-        caches.reset()
+        caches.reset_quantization()
         gc.collect()
         gc.freeze()  # what is left are caches; collections need not look through them
     return found
