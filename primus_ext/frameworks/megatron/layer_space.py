@@ -45,7 +45,8 @@ def record(
 
     Returns:
         ``recordings`` (:class:`~primus_ext.parametric.Recording`, of the first model chunk),
-        ``conditions`` and ``cpu_seconds`` of every point.
+        ``conditions``, and of every point ``cpu_seconds`` and ``saved_by_module``: bytes that
+        live between forward and backward, by the module that made them.
     """
     changed = shapes.reshaped(call, shape["arguments"])
     points = [(int(m), int(s)) for m, s in shape["points"]]
@@ -108,7 +109,8 @@ def _points(
             found.append(visits.record((mbs, seq)))
             seconds.append(time.process_time() - started)
     return {
-        "recordings": found, "conditions": conditions(args, config), "cpu_seconds": seconds
+        "recordings": found, "conditions": conditions(args, config), "cpu_seconds": seconds,
+        "saved_by_module": visits.saved,
     }  # fmt: skip
 
 
@@ -121,6 +123,8 @@ class _Visits:
 
     def __init__(self, recorder: Recorder, make: Callable[..., Any]) -> None:
         self._recorder, self._make = recorder, make
+        self.saved: list[dict[str, int]] = []
+        """Of the recordings that were returned."""
         self._usual: list[tuple[str, str, str]] | None = None
         """Op, module and phase of what a microbatch leaves that fills no cache."""
 
@@ -128,12 +132,16 @@ class _Visits:
         """What a microbatch of this size is once caches are filled."""
         if self._usual is None:
             microbatch.record(self._make, self._recorder.memory, 0, [], first=True)
-            found, self._usual = self._visit(point)
-            return found
-        found, left = self._visit(point)
-        return found if left == self._usual else self._visit(point)[0]
+        found, chunk = self._visit(point)
+        left = _left(self._recorder, chunk)
+        if self._usual is None:
+            self._usual = left
+        elif left != self._usual:
+            found, chunk = self._visit(point)
+        self.saved.append(_saved(self._recorder, chunk))
+        return found
 
-    def _visit(self, point: Point) -> tuple[Recording, list[tuple[str, str, str]]]:
+    def _visit(self, point: Point) -> tuple[Recording, ChunkTrace]:
         recorder = self._recorder
         with _deltas(recorder) as (deltas, starts):
             chunk = microbatch.record(self._make, recorder.memory, 0, [])
@@ -145,7 +153,7 @@ class _Visits:
             backward=tuple(deltas[back:]),
             boundary_bytes=chunk.boundary_bytes,
         )
-        return recording, _left(recorder, chunk)
+        return recording, chunk
 
 
 def _left(recorder: Recorder, chunk: ChunkTrace) -> list[tuple[str, str, str]]:
@@ -156,6 +164,21 @@ def _left(recorder: Recorder, chunk: ChunkTrace) -> list[tuple[str, str, str]]:
     made = [event for event in (*events.forward, *events.backward) if event >= 0]
     kinds = [recorder.kinds.table[made[number]] for number in events.kept]
     return [(kind.op, kind.module, kind.phase) for kind in kinds]
+
+
+def _saved(recorder: Recorder, chunk: ChunkTrace) -> dict[str, int]:
+    """Bytes that live after the forward, by module."""
+    if chunk.events is None:
+        raise ValueError("a microbatch without events says nothing of what it saves")
+    made = [event for event in chunk.events.forward if event >= 0]
+    live = dict(enumerate(made))
+    for event in chunk.events.forward:
+        if event < 0:
+            del live[-event - 1]
+    found: dict[str, int] = {}
+    for kind in map(recorder.kinds.table.__getitem__, live.values()):
+        found[kind.module] = found.get(kind.module, 0) + kind.bytes
+    return found
 
 
 def _calls(segments: Sequence[Segment]) -> Iterator[Any]:

@@ -37,8 +37,8 @@ def record_all(
             each).
 
     Returns:
-        In the order of the request: ``recordings``, ``conditions`` and ``cpu_seconds`` as JSON
-        has them, or ``refused``, one sentence.
+        In the order of the request: what :func:`layer_space.record` returns, as JSON has it, or
+        ``refused``, one sentence.
     """
     pending = list(enumerate(active.request["shapes"]))
     found: dict[int, dict[str, Any]] = {}
@@ -95,4 +95,5 @@ def _plain(one: dict[str, Any]) -> dict[str, Any]:
             for c in one["conditions"]
         ],
         "cpu_seconds": one["cpu_seconds"],
+        "saved_by_module": one["saved_by_module"],
     }
