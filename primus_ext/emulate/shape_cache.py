@@ -15,6 +15,8 @@ import torch
 from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
+_torch: Any = fake_tensor
+"""Its cache has no public interface: the names are those of torch 2.14."""
 _OURS = frozenset({"primus_te", "primus_flash", "primus_apex", "primus_mamba"})
 """Namespaces of operators whose results are new tensors, given by the shapes of the arguments."""
 _aten = torch.ops.aten
@@ -206,10 +208,10 @@ def _is_kept_by_torch(
     mode: FakeTensorMode, func: Any, args: tuple, kwargs: dict[str, Any]
 ) -> bool:
     try:
-        theirs = mode._cache_key(fake_tensor._CacheKeyState(None), func, args, kwargs)
-    except fake_tensor._BypassDispatchCache:
+        theirs = mode._cache_key(_torch._CacheKeyState(None), func, args, kwargs)
+    except _torch._BypassDispatchCache:
         return False
-    return isinstance(mode.cache.get(theirs), fake_tensor._DispatchCacheValidEntry)
+    return isinstance(mode.cache.get(theirs), _torch._DispatchCacheValidEntry)
 
 
 def _is_ordinary(tensor: Any, mode: FakeTensorMode) -> bool:
@@ -230,7 +232,7 @@ def _made(tensor: torch.Tensor, args: tuple, source: int) -> _Made:
         same=bool(same),
         shape=tuple(tensor.shape),
         stride=tensor.stride(),
-        offset=tensor.storage_offset(),
+        offset=int(tensor.storage_offset()),
         dtype=tensor.dtype,
         requires_grad=tensor.requires_grad,
     )

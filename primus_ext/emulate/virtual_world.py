@@ -142,7 +142,7 @@ def _remembered(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
     """The result of an operator, from memory if it is the same for these shapes."""
     mode = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)
     known = None if mode is None else shape_cache.key(mode, func, args, kwargs)
-    if known is None:
+    if mode is None or known is None:
         return func(*args, **kwargs)
     out = shape_cache.recall(mode, known, args)
     if out is shape_cache.UNKNOWN:
