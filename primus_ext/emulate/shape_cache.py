@@ -207,6 +207,8 @@ def learn(
 def _is_kept_by_torch(
     mode: FakeTensorMode, func: Any, args: tuple, kwargs: dict[str, Any]
 ) -> bool:
+    if not hasattr(_torch, "_CacheKeyState"):  # another release: slower, not wrong
+        return False
     try:
         theirs = mode._cache_key(_torch._CacheKeyState(None), func, args, kwargs)
     except _torch._BypassDispatchCache:
