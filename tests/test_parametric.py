@@ -142,3 +142,25 @@ def test_a_layer_of_experts_equals_fresh_recordings(tmp_path: Path) -> None:
             rows = [op.flops for op, p, _ in fresh.calls
                     if op.family is Family.GROUPED_GEMM and p == "forward"]  # fmt: skip
             assert sum(rows) == 2 * 2 * mbs * seq * 3 * HIDDEN * FFN
+
+
+def test_a_process_that_was_other_ranks_before_records_what_a_fresh_one_does(
+    tmp_path: Path,
+) -> None:
+    ep = {"expert_model_parallel_size": 4, "expert_tensor_parallel_size": 1}
+    tp2 = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
+    fp8 = {"fp8": "hybrid", "fp8_recipe": "delayed"}
+    last = {**ep, **tp2, **FULL}
+    refused = {"tensor_model_parallel_size": 7}
+    shapes = [{**ep, **fp8}, {"context_parallel_size": 2}, refused, last]
+    points = [(2, 256), (1, 128), (3, 512)]
+    asked = [{"arguments": a, "points": points, "pp_rank": 1} for a in shapes]
+    answers = [
+        emulate(tmp_path, 24, MODEL + MOE, shapes=some, processes=1)["traces"]
+        for some in (asked, asked[-1:])
+    ]
+    assert "7" in answers[0][2]["refused"]
+    again, fresh = (traces[-1] for traces in answers)
+    assert len(fresh["recordings"][0]["calls"]) > 100
+    assert again["recordings"] == fresh["recordings"]
+    assert again["conditions"] == fresh["conditions"]

@@ -68,26 +68,7 @@ class Session:
         Raises:
             ProgramError: raised by ``work``, or the copy died.
         """
-        handle, name = tempfile.mkstemp(prefix="primus_ext_role_")
-        os.close(handle)
-        path = Path(name)
-        sys.stdout.flush()
-        sys.stderr.flush()
-        gc.freeze()  # what was imported stays; every collection in the copy would look through it
-        pid = os.fork()
-        if pid == 0:
-            _run_and_leave(work, path)
-        _, status = os.waitpid(pid, 0)
-        data = path.read_bytes()
-        path.unlink()
-        if not data:
-            raise RuntimeError(f"the process of one rank died (wait status {status})")
-        kind, value = pickle.loads(data)
-        if kind == "ok":
-            return value
-        if kind == "program":
-            raise ProgramError(value)
-        raise RuntimeError(value)
+        return Fork(work).result()
 
     def finish(self, plan: Any, program: Any, traces: list[Any]) -> NoReturn:
         """Write the answer and leave the process; nothing of the user's program runs after."""
@@ -121,17 +102,56 @@ class Session:
         os._exit(code)
 
 
+class Fork[T]:
+    """Work that runs in a forked copy of this process."""
+
+    def __init__(self, work: Callable[[], T]) -> None:
+        """Start it.
+
+        Args:
+            work: Its result must be picklable.
+        """
+        handle, name = tempfile.mkstemp(prefix="primus_ext_role_")
+        os.close(handle)
+        self._path = Path(name)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        gc.freeze()  # what was imported stays; every collection in the copy would look through it
+        self._pid = os.fork()
+        if self._pid == 0:
+            _run_and_leave(work, self._path)
+
+    def result(self) -> T:
+        """Wait for it.
+
+        Raises:
+            ProgramError: raised by the work.
+            RuntimeError: it raised something else, or the copy died.
+        """
+        _, status = os.waitpid(self._pid, 0)
+        data = self._path.read_bytes()
+        self._path.unlink()
+        if not data:
+            raise RuntimeError(f"the process of one rank died (wait status {status})")
+        kind, value = pickle.loads(data)
+        if kind == "ok":
+            return value
+        if kind == "program":
+            raise ProgramError(value)
+        raise RuntimeError(value)
+
+
 def _run_and_leave(work: Callable[[], Any], path: Path) -> None:
     """Body of a fork: never returns."""
     try:
         answer: tuple[str, Any] = ("ok", work())
-    except ProgramError as error:
-        answer = ("program", str(error))
     except BaseException as error:
-        traceback.print_exc()
-        answer = ("internal", f"{type(error).__name__}: {error}")
-        if isinstance(error, JUDGEMENTS) and raised_by_framework(error):
-            answer = ("program", f"the framework refuses this job: {first_line(error)}")
+        judgement = judgement_of(error)
+        answer = ("program", judgement)
+        if judgement is None:
+            answer = ("internal", f"{type(error).__name__}: {error}")
+        if not isinstance(error, ProgramError):
+            traceback.print_exc()
     try:
         path.write_bytes(pickle.dumps(answer))
     except BaseException:
@@ -145,6 +165,15 @@ JUDGEMENTS = (AssertionError, ValueError, ImportError)
 """What frameworks raise where they refuse a configuration or lack a package for it."""
 
 _FRAMEWORKS = ("megatron", "transformer_engine")
+
+
+def judgement_of(error: BaseException) -> str | None:
+    """Why a job can't be projected, in one sentence; None if the error is a defect instead."""
+    if isinstance(error, ProgramError):
+        return str(error)
+    if isinstance(error, JUDGEMENTS) and raised_by_framework(error):
+        return f"the framework refuses this job: {first_line(error)}"
+    return None
 
 
 def raised_by_framework(error: BaseException) -> bool:

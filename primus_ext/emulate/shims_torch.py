@@ -226,6 +226,10 @@ def _on_device(value: Any) -> bool:
     return isinstance(value, str) and value.partition(":")[0] == "cuda"
 
 
+_BY_POSITION = frozenset({torch.Tensor.to, torch.device, torch.Tensor.type})
+"""Functions that take a device, or tell of one, without its name."""
+
+
 class DeviceMode(TorchFunctionMode):
     """Sends what is asked for on ``cuda`` (or on a device index) to the CPU."""
 
@@ -237,6 +241,8 @@ class DeviceMode(TorchFunctionMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         """Run ``func`` with ``cuda`` replaced in its device arguments."""
+        if not kwargs and func not in _BY_POSITION:
+            return func(*args)
         asked = kwargs or {}
         if kwargs:
             device = kwargs.get("device")

@@ -15,12 +15,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from primus_ext.emulate import (  # noqa: F401  (some only declare)
     registry,
     selection,
+    shape_cache,
     shims_fake,
     shims_work,
 )
 
 _library: torch.library.Library | None = None
 _member: int | None = None
+_replaced: dict[str, Any] = {}
+_ANSWERED = ("new_group", "all_gather_object", "broadcast_object_list")
 NOT_A_MEMBER = dist.GroupMember.NON_GROUP_MEMBER
 """What ``new_group`` returns for a group that does not hold this rank."""
 
@@ -41,9 +44,26 @@ def join(rank: int, world_size: int, gpus_per_node: int) -> None:
         RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank % gpus_per_node)
     )
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
+    _replaced.update({name: getattr(dist, name) for name in _ANSWERED})
     dist.new_group = _own_groups_only(dist.new_group, rank)
     dist.all_gather_object = _same_object_everywhere
     dist.broadcast_object_list = lambda *args, **kwargs: None
+
+
+def leave() -> None:
+    """Be no rank any more, so that the process can :func:`join` as another one."""
+    global _member
+    _member = None
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    for name, original in _replaced.items():
+        setattr(dist, name, original)
+    _replaced.clear()
+
+
+def is_joined() -> bool:
+    """Whether this process is a rank of a virtual world."""
+    return _member is not None
 
 
 def is_stranger_to(ranks: Sequence[int]) -> bool:
@@ -92,6 +112,10 @@ class HostReads(TorchDispatchMode):
     step counter is past zero, and no flag (NaN found, overflow) is up.
     """
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # nothing is compiled here; torch's guard against it costs at every operator
+
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
     ) -> Any:
@@ -111,12 +135,32 @@ class HostReads(TorchDispatchMode):
         if func is torch.ops.c10d._allgather_base_.default and not isinstance(args[0], FakeTensor):
             # the fake backend leaves the output as it was; the virtual ranks hold what we hold
             args[0].view(-1, args[1].numel()).copy_(args[1].reshape(1, -1))
-        return func(*args, **(kwargs or {}))
+        return _remembered(func, args, kwargs or {})
+
+
+def _remembered(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+    """The result of an operator, from memory if it is the same for these shapes."""
+    mode = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)
+    known = None if mode is None else shape_cache.key(mode, func, args, kwargs)
+    if mode is None or known is None:
+        return func(*args, **kwargs)
+    out = shape_cache.recall(mode, known, args)
+    if out is shape_cache.UNKNOWN:
+        out = func(*args, **kwargs)
+        shape_cache.learn(mode, known, func, args, kwargs, out)
+    return out
 
 
 @contextlib.contextmanager
 def no_storage() -> Iterator[FakeTensorMode]:
     """Tensors have shapes but no storage, so that a stage of any size fits on this machine."""
+    global _mode
     registry.apply_all("no_storage")
-    with FakeTensorMode(allow_non_fake_inputs=True) as mode, HostReads():
-        yield mode
+    if _mode is None:
+        _mode = FakeTensorMode(allow_non_fake_inputs=True)
+    with _mode, HostReads():
+        yield _mode
+
+
+_mode: FakeTensorMode | None = None
+"""One for the life of the process: frameworks keep tensors, which only their own mode takes."""

@@ -183,6 +183,10 @@ class Recorder(TorchDispatchMode):
         super().__exit__(*exc)
         _current.remove(self)
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # nothing is compiled here; torch's guard against it costs at every operator
+
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
     ) -> Any:

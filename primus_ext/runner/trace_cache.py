@@ -32,7 +32,7 @@ _FORMAT = 1
 _SUFFIX, _PARTIAL = ".trace", ".part-"
 _ABANDONED_S = 3600.0
 _PACKAGE = Path(__file__).resolve().parent.parent
-_SHAPING = ("emulate", "observe", "frameworks", "trace.py", "plan.py")
+_SHAPING = ("emulate", "observe", "frameworks", "trace.py", "plan.py", "parametric.py")
 _RELEASES = ("torch", "megatron-core", "transformer-engine", "hydra-core", "omegaconf", "numpy")
 # Of the terminal and the session; no training program's work depends on them.
 _SESSION = frozenset(

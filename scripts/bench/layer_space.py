@@ -68,42 +68,39 @@ def shapes() -> list[dict[str, Any]]:
     ]  # fmt: skip
 
 
-def start(asked: list[dict[str, Any]], folder: Path) -> subprocess.Popen[bytes]:
-    """Record some of the shapes in a process of their own."""
-    folder.mkdir()
+def record(asked: list[dict[str, Any]], processes: int, folder: Path) -> list[dict[str, Any]]:
+    """Record the shapes with so many processes."""
     request = {
         "module": "primus_ext.frameworks.megatron.gpt_program", "args": ARGUMENTS.split(),
         "cwd": str(folder), "device": DEVICE, "world_size": STAGES * GPUS, "gpus_per_node": 8,
         "frameworks": ["primus_ext.frameworks.megatron"], "shapes": asked,
-        "result": str(folder / "answer.json"),
+        "result": str(folder / "answer.json"), "processes": processes,
     }  # fmt: skip
     path = folder / "request.json"
     path.write_text(json.dumps(request))
-    return subprocess.Popen(
+    subprocess.run(
         [sys.executable, "-m", "primus_ext.emulate.bootstrap", str(path)],
-        stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, check=False,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )  # fmt: skip
+    return json.loads((folder / "answer.json").read_text())["traces"]
 
 
 def main() -> int:
     """Record and print what it took."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--sample", type=int, help="only so many shapes, drawn at random")
+    parser.add_argument("--sample", type=int, help="only so many neighbouring shapes")
+    parser.add_argument("--seed", type=int, default=1, help="which of them")
     parser.add_argument("--processes", type=int, default=2)
     options = parser.parse_args()
     asked, before = shapes(), unit_s()
-    if options.sample:
-        asked = random.Random(1).sample(asked, options.sample)
+    if options.sample:  # neighbours, since those have sizes in common
+        first = random.Random(options.seed).randrange(len(asked) - options.sample)
+        asked = asked[first : first + options.sample]
     with tempfile.TemporaryDirectory() as name:
-        folders = [Path(name, str(i)) for i in range(options.processes)]
-        running = [start(asked[i :: len(folders)], f) for i, f in enumerate(folders)]
-        for process in running:
-            process.wait()
-        answers = [json.loads((f / "answer.json").read_text()) for f in folders]
+        found = record(asked, options.processes, Path(name))
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     cpu, unit = used.ru_utime + used.ru_stime, (before + unit_s()) / 2
-    found = [trace for answer in answers for trace in answer["traces"]]
     seconds = [s for trace in found for s in trace.get("cpu_seconds", [])]
     refused = [trace["refused"] for trace in found if "refused" in trace]
     print(

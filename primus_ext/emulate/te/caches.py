@@ -33,6 +33,27 @@ _CONTAINERS = {
     ),
     "module.base": ("_dummy_wgrads",),
 }
+_BY_SIZE = _CONTAINERS["attention.dot_product_attention.context_parallel"] + (
+    _CONTAINERS["attention.dot_product_attention.utils"]
+)
+"""Tensors by sequences, lengths and number of ranks: another job's are the same."""
+
+
+def by_size() -> list[dict]:
+    """Caches whose tensors serve any job of the process, as long as its fake-tensor mode stays."""
+    return [
+        getattr(module, member)
+        for name, members in _CONTAINERS.items()
+        for member in members
+        if member in _BY_SIZE and (module := sys.modules.get(f"{_ROOT}.{name}")) is not None
+    ]
+
+
+def reset_quantization() -> None:
+    """Empty the global state of quantization."""
+    quantization = sys.modules.get(f"{_ROOT}.quantization")
+    if quantization is not None:
+        quantization.FP8GlobalStateManager.reset()
 
 
 def reset() -> None:
@@ -49,6 +70,4 @@ def reset() -> None:
     permutation = sys.modules.get(f"{_ROOT}.permutation")
     if permutation is not None:
         setattr(permutation, "_moe_permute_index_map_workspace", None)
-    quantization = sys.modules.get(f"{_ROOT}.quantization")
-    if quantization is not None:
-        quantization.FP8GlobalStateManager.reset()
+    reset_quantization()

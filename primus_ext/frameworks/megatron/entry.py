@@ -47,35 +47,6 @@ def _pretrain(module: Any) -> None:
     module.pretrain = pretrain
 
 
-def _shapes(
-    original: Callable[..., Any], call: inspect.BoundArguments, active: session.Session
-) -> list[Any]:
-    """Recordings of the job in each of the request's parallel shapes, or why there are none."""
-    from primus_ext import parametric
-    from primus_ext.frameworks.megatron import layer_space
-
-    found: list[Any] = []
-    asked = active.request["shapes"]
-    for number, shape in enumerate(asked):
-        active.progress(number, len(asked), f"shape {number}")
-        try:
-            one = active.in_fork(lambda shape=shape: layer_space.record(original, call, shape))
-        except session.ProgramError as error:
-            found.append({"refused": str(error)})
-            continue
-        found.append(
-            {
-                "recordings": [parametric.to_plain(r) for r in one["recordings"]],
-                "conditions": [
-                    [[c.share.numerator, c.share.denominator], c.modulus, c.reason]
-                    for c in one["conditions"]
-                ],
-                "cpu_seconds": one["cpu_seconds"],
-            }
-        )
-    return found
-
-
 def project(original: Callable[..., Any], call: inspect.BoundArguments) -> None:
     """Trace every distinct pipeline rank of the job and finish the session.
 
@@ -83,7 +54,14 @@ def project(original: Callable[..., Any], call: inspect.BoundArguments) -> None:
         original: Megatron's own ``pretrain``.
         call: The user's arguments to it.
     """
-    from primus_ext.frameworks.megatron import plans, rank, real_rank, roles, whole_rank
+    from primus_ext.frameworks.megatron import (
+        many_shapes,
+        plans,
+        rank,
+        real_rank,
+        roles,
+        whole_rank,
+    )
 
     active = session.current()
     try:
@@ -98,7 +76,7 @@ def project(original: Callable[..., Any], call: inspect.BoundArguments) -> None:
                 ((roles.pp_rank(r, arguments),), r) for r in active.request["ranks"]
             ]
         if "shapes" in active.request:
-            active.finish(to_plain(plan), None, _shapes(original, call, active))
+            active.finish(to_plain(plan), None, many_shapes.record_all(original, call, active))
         if active.request.get("whole"):
             real = active.request.get("storage") == "real"
             peak = real_rank.peak if real else whole_rank.peak

@@ -25,7 +25,7 @@ from primus_ext.frameworks.megatron import (
 from primus_ext.observe.recorder import LiveBytes, Recorder
 from primus_ext.observe.scopes import Scopes
 from primus_ext.parametric import Condition, Point, Recording
-from primus_ext.trace import Segment
+from primus_ext.trace import ChunkTrace, Segment
 
 _BLOCKS = {"blockwise": 128, "mxfp8": 32, "delayed": 16, "tensorwise": 16}
 """Rows that a quantized tile needs (Transformer Engine's recipes)."""
@@ -45,12 +45,14 @@ def record(
 
     Returns:
         ``recordings`` (:class:`~primus_ext.parametric.Recording`, of the first model chunk),
-        ``conditions`` and ``cpu_seconds`` of every point.
+        ``conditions``, and of every point ``cpu_seconds`` and ``saved_by_module``: bytes that
+        live between forward and backward, by the module that made them.
     """
     changed = shapes.reshaped(call, shape["arguments"])
     points = [(int(m), int(s)) for m, s in shape["points"]]
     member = roles.global_rank(int(shape.get("pp_rank", 0)), plans.arguments())
-    return rank.run(original, changed, member, functools.partial(_points, points=points))
+    loop = functools.partial(_points, points=points)
+    return rank.run(original, changed, member, loop, frozen=False)
 
 
 def conditions(args: Any, config: Any) -> list[Condition]:
@@ -97,34 +99,86 @@ def _points(
         microbatch.Microbatch, recorder, training.arguments["forward_step_func"], model, 0, scopes,
         config,
     )  # fmt: skip
+    visits = _Visits(recorder, make)
     found: list[Recording] = []
     seconds: list[float] = []
     with probe.thinned(bare[0]):
-        microbatch.record(make, recorder.memory, 0, [], first=True)
         for mbs, seq in points:
             args.micro_batch_size, args.seq_length = mbs, seq
             started = time.process_time()
-            found.append(_recording(recorder, make, (mbs, seq)))
+            found.append(visits.record((mbs, seq)))
             seconds.append(time.process_time() - started)
     return {
-        "recordings": found, "conditions": conditions(args, config), "cpu_seconds": seconds
+        "recordings": found, "conditions": conditions(args, config), "cpu_seconds": seconds,
+        "saved_by_module": visits.saved,
     }  # fmt: skip
 
 
-def _recording(recorder: Recorder, make: Callable[..., Any], point: Point) -> Recording:
-    # The first visit of a shape fills caches; one after another point frees what that one left.
-    microbatch.record(make, recorder.memory, 0, [])
-    with _deltas(recorder) as (deltas, starts):
-        chunk = microbatch.record(make, recorder.memory, 0, [])
-    ahead, back = starts[-2:]
-    calls = [(recorder.ops[call.op], call.phase, call.module) for call in _calls(chunk.segments)]
-    return Recording(
-        point=point,
-        calls=tuple(calls),
-        forward=tuple(deltas[ahead:back]),
-        backward=tuple(deltas[back:]),
-        boundary_bytes=chunk.boundary_bytes,
-    )
+class _Visits:
+    """Microbatches at one point after another.
+
+    The first one of a size may fill caches (offsets of sequences, rope's tables), and then leaves
+    tensors that later ones don't.
+    """
+
+    def __init__(self, recorder: Recorder, make: Callable[..., Any]) -> None:
+        self._recorder, self._make = recorder, make
+        self.saved: list[dict[str, int]] = []
+        """Of the recordings that were returned."""
+        self._usual: list[tuple[str, str, str]] | None = None
+        """Op, module and phase of what a microbatch leaves that fills no cache."""
+
+    def record(self, point: Point) -> Recording:
+        """What a microbatch of this size is once caches are filled."""
+        if self._usual is None:
+            microbatch.record(self._make, self._recorder.memory, 0, [], first=True)
+        found, chunk = self._visit(point)
+        left = _left(self._recorder, chunk)
+        if self._usual is None:
+            self._usual = left
+        elif left != self._usual:
+            found, chunk = self._visit(point)
+        self.saved.append(_saved(self._recorder, chunk))
+        return found
+
+    def _visit(self, point: Point) -> tuple[Recording, ChunkTrace]:
+        recorder = self._recorder
+        with _deltas(recorder) as (deltas, starts):
+            chunk = microbatch.record(self._make, recorder.memory, 0, [])
+        ahead, back = starts[-2:]
+        recording = Recording(
+            point=point,
+            calls=tuple((recorder.ops[c.op], c.phase, c.module) for c in _calls(chunk.segments)),
+            forward=tuple(deltas[ahead:back]),
+            backward=tuple(deltas[back:]),
+            boundary_bytes=chunk.boundary_bytes,
+        )
+        return recording, chunk
+
+
+def _left(recorder: Recorder, chunk: ChunkTrace) -> list[tuple[str, str, str]]:
+    """Op, module and phase of the tensors that a microbatch leaves, in order."""
+    events = chunk.events
+    if events is None:
+        raise ValueError("a microbatch without events says nothing of what it leaves")
+    made = [event for event in (*events.forward, *events.backward) if event >= 0]
+    kinds = [recorder.kinds.table[made[number]] for number in events.kept]
+    return [(kind.op, kind.module, kind.phase) for kind in kinds]
+
+
+def _saved(recorder: Recorder, chunk: ChunkTrace) -> dict[str, int]:
+    """Bytes that live after the forward, by module."""
+    if chunk.events is None:
+        raise ValueError("a microbatch without events says nothing of what it saves")
+    made = [event for event in chunk.events.forward if event >= 0]
+    live = dict(enumerate(made))
+    for event in chunk.events.forward:
+        if event < 0:
+            del live[-event - 1]
+    found: dict[str, int] = {}
+    for kind in map(recorder.kinds.table.__getitem__, live.values()):
+        found[kind.module] = found.get(kind.module, 0) + kind.bytes
+    return found
 
 
 def _calls(segments: Sequence[Segment]) -> Iterator[Any]:

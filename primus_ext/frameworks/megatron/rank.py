@@ -74,6 +74,7 @@ def run(
     rank: int,
     loop: Loop,
     observer: Any = None,
+    frozen: bool = True,
 ) -> Any:
     """Be one rank of the job up to its training loop, and run ``loop`` instead.
 
@@ -86,6 +87,7 @@ def run(
         rank: Global rank to be.
         loop: What runs where Megatron would train.
         observer: Entered before the model is built, and given to ``loop``; by default a recorder.
+        frozen: Keep the model out of garbage collections, since the process ends with it.
     """
     import megatron.training.initialize as initialization
     import megatron.training.training as training
@@ -118,7 +120,8 @@ def run(
     def in_place_of_training(*a: Any, **k: Any) -> None:
         training.train = train
         gc.collect()
-        gc.freeze()  # the model stays: collections between microbatches need not look through it
+        if frozen:
+            gc.freeze()  # collections between microbatches need not look through the model
         bound = inspect.signature(train).bind(*a, **k)
         raise _Recorded(loop(recorder, rank, bound))
 
@@ -133,7 +136,7 @@ def run(
     training.build_train_valid_test_data_iterators = no_data
     training.train = in_place_of_training
     try:
-        with tripwire.allowed():  # the steps are ours, on tensors without storage
+        with world, tripwire.allowed():  # the steps are ours, on tensors without storage
             original(*call.args, **call.kwargs)
     except _Recorded as done:
         return done.result

@@ -22,7 +22,8 @@ def _validate_args(module: Any) -> None:
     validate = module.validate_args
 
     def validate_args(args: Any, defaults: Any = None) -> Any:
-        _raw.append((copy.deepcopy(args), defaults))
+        if not _raw:
+            _raw.append((copy.deepcopy(args), defaults))
         return validate(args) if defaults is None else validate(args, defaults)
 
     module.validate_args = validate_args

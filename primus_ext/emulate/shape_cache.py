@@ -1,0 +1,249 @@
+"""What operators make of tensors without storage, remembered by operator and shapes.
+
+Torch's fake-tensor mode has such a cache, but spends most of an emulation's time on it: its keys
+and results allow for symbolic and sparse tensors and what else there is.  Here the usual case is
+short.  What may be remembered is still torch's judgement, but for our own opaque operators and for
+views that come as a list, of which it knows too little.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+import torch
+from torch._subclasses import fake_tensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+_torch: Any = fake_tensor
+"""Its cache has no public interface: the names are those of torch 2.14."""
+_OURS = frozenset({"primus_te", "primus_flash", "primus_apex", "primus_mamba"})
+"""Namespaces of operators whose results are new tensors, given by the shapes of the arguments."""
+_aten = torch.ops.aten
+_VIEWS = frozenset(
+    {_aten.split.Tensor, _aten.split_with_sizes.default, _aten.unbind.int, _aten.chunk.default}
+)
+"""Operators whose results are views of their first argument."""
+_LIMIT = 1 << 18
+"""Operators with shapes; they and torch's own take about 500 MB.  Then both start anew."""
+_PLAIN = frozenset(
+    {int, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format}
+)
+_META, _CPU = torch.device("meta"), torch.device("cpu")
+
+UNKNOWN = object()
+"""Instead of a result: nothing is remembered."""
+
+
+class _Made(NamedTuple):
+    """One tensor of a result."""
+
+    source: int
+    """Position of the argument that it is (``same``) or is a view of; -1: its storage is new."""
+    same: bool
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+    dtype: torch.dtype
+    requires_grad: bool
+
+
+class _Result(NamedTuple):
+    """All of a result: a tensor or None, or a tuple or list of them."""
+
+    kind: type
+    parts: tuple[_Made | None, ...]
+
+
+_known: dict[tuple, _Result | None] = {}
+"""None: it has to be derived every time."""
+
+
+class _NoKey(Exception):
+    """An argument that is neither plain nor an ordinary tensor of the mode."""
+
+
+def clear() -> None:
+    """Forget everything, and what torch remembers as well."""
+    _known.clear()
+    FakeTensorMode.cache_clear()
+
+
+def key(mode: FakeTensorMode, func: Any, args: tuple, kwargs: dict[str, Any]) -> tuple | None:
+    """What a call is remembered under; None if it can't be.
+
+    Args:
+        mode: The fake-tensor mode that is active.
+        func: Operator.
+        args: Its arguments.
+        kwargs: By name.
+    """
+    if type(func) is not torch._ops.OpOverload or torch.is_inference_mode_enabled():
+        return None
+    found: list[Any] = [func, torch.get_default_dtype()]
+    try:
+        _describe(mode, args, found)
+        if kwargs:
+            found.append(tuple(kwargs))
+            _describe(mode, kwargs.values(), found)
+    except (_NoKey, RuntimeError):  # sparse tensors have no strides
+        return None
+    return tuple(found)
+
+
+def _describe(mode: FakeTensorMode, args: Iterable[Any], found: list[Any]) -> None:
+    for arg in args:
+        kind = type(arg)
+        if kind is FakeTensor:
+            if (
+                arg.fake_mode is not mode
+                or arg.constant is not None
+                or arg.dispatch_keys is not None
+                or arg.dtype.is_complex
+            ):
+                raise _NoKey
+            found.append(
+                (arg.shape, arg.stride(), arg.dtype, arg.storage_offset(), arg.requires_grad)
+            )
+        elif kind in _PLAIN:
+            found.append(arg)
+        elif kind is bool or kind is float:  # True, 1 and 1.0 are equal as keys
+            found.append((kind, arg))
+        elif kind is list or kind is tuple:
+            inner: list[Any] = []
+            _describe(mode, arg, inner)
+            found.append(tuple(inner))
+        else:
+            raise _NoKey
+
+
+def recall(mode: FakeTensorMode, known: tuple, args: tuple) -> Any:
+    """The result of a call, or :data:`UNKNOWN`.
+
+    Args:
+        mode: The active mode.
+        known: The call's :func:`key`.
+        args: Its arguments.
+    """
+    result = _known.get(known)
+    if result is None:
+        return UNKNOWN
+    kind, parts = result
+    with torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch():
+        if kind is FakeTensor:
+            return _make(mode, parts[0], args)
+        return kind([_make(mode, part, args) for part in parts])
+
+
+def _make(mode: FakeTensorMode, made: _Made | None, args: tuple) -> Any:
+    if made is None:
+        return None
+    source, same, shape, stride, offset, dtype, requires_grad = made
+    if same:
+        return args[source]
+    bare = torch.empty_strided(
+        shape, stride, dtype=dtype, device=_META, requires_grad=requires_grad
+    )
+    if source >= 0:
+        storage = args[source].untyped_storage()
+        bare.set_(storage, offset, shape, stride)
+    fake = torch.Tensor._make_subclass(
+        FakeTensor, bare, requires_grad, dispatch_device=True, device_for_backend_keys=_CPU
+    )
+    torch._C._set_throw_on_mutable_data_ptr(fake)
+    attributes = vars(fake)
+    attributes.update(_blank)
+    attributes["fake_mode"] = mode
+    return fake
+
+
+_blank: dict[str, Any] = {}
+"""Attributes of a new tensor without storage, but for its mode."""
+
+
+def _fill_blank(mode: FakeTensorMode) -> None:
+    with torch._C._DisableTorchDispatch():
+        _blank.update(vars(FakeTensor(mode, torch.empty(0, device=_META), _CPU)))
+    del _blank["fake_mode"]
+
+
+def learn(
+    mode: FakeTensorMode, known: tuple, func: Any, args: tuple, kwargs: dict[str, Any], out: Any
+) -> None:
+    """Remember the result of a call, if it follows from what the call is remembered under.
+
+    Args:
+        mode: The active mode.
+        known: The call's :func:`key`.
+        func: Operator.
+        args: Its arguments.
+        kwargs: By name.
+        out: What it returned.
+    """
+    if known in _known:
+        return
+    if len(_known) >= _LIMIT:
+        clear()
+    if not _blank:
+        _fill_blank(mode)
+    _known[known] = None
+    if func in _VIEWS:
+        source = 0
+    elif func.namespace in _OURS:
+        source = -1
+    elif _is_kept_by_torch(mode, func, args, kwargs):
+        tensors = [i for i, arg in enumerate(args) if isinstance(arg, torch.Tensor)]
+        source = tensors[0] if func.is_view else -1
+    else:
+        return
+    kind = type(out) if type(out) in (tuple, list) else FakeTensor
+    outputs = (out,) if kind is FakeTensor else out
+    if all(t is None or _is_ordinary(t, mode) for t in outputs):
+        parts = [None if t is None else _made(t, args, source) for t in outputs]
+        if all(_is_whole(t, part) for t, part in zip(outputs, parts, strict=True)):
+            _known[known] = _Result(kind, tuple(parts))
+
+
+def _is_kept_by_torch(
+    mode: FakeTensorMode, func: Any, args: tuple, kwargs: dict[str, Any]
+) -> bool:
+    if not hasattr(_torch, "_CacheKeyState"):  # another release: slower, not wrong
+        return False
+    try:
+        theirs = mode._cache_key(_torch._CacheKeyState(None), func, args, kwargs)
+    except _torch._BypassDispatchCache:
+        return False
+    return isinstance(mode.cache.get(theirs), _torch._DispatchCacheValidEntry)
+
+
+def _is_ordinary(tensor: Any, mode: FakeTensorMode) -> bool:
+    return (
+        type(tensor) is FakeTensor
+        and tensor.fake_mode is mode
+        and tensor.constant is None
+        and tensor.dispatch_keys is None
+        and tensor.fake_device == _CPU
+        and not tensor.dtype.is_complex
+    )
+
+
+def _made(tensor: torch.Tensor, args: tuple, source: int) -> _Made:
+    same = [i for i, arg in enumerate(args) if arg is tensor]
+    return _Made(
+        source=same[0] if same else source,
+        same=bool(same),
+        shape=tuple(tensor.shape),
+        stride=tensor.stride(),
+        offset=int(tensor.storage_offset()),
+        dtype=tensor.dtype,
+        requires_grad=tensor.requires_grad,
+    )
+
+
+def _is_whole(tensor: torch.Tensor | None, made: _Made | None) -> bool:
+    """Whether a new tensor fills its storage, as the one that is made from memory will."""
+    if tensor is None or made is None or made.source >= 0:
+        return True
+    last = sum((n - 1) * step for n, step in zip(made.shape, made.stride, strict=True))
+    size = (last + 1) * tensor.element_size() if all(made.shape) else 0
+    return made.offset == 0 and tensor.untyped_storage().nbytes() == size
