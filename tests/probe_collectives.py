@@ -77,9 +77,27 @@ def counted(original, kind, position, name):
             if kind in ("send", "recv"):
                 row["peer"] = dist.get_global_rank(self, args[1])
             found.append(row)
-        return original(self, *args, **kwargs)
+        work = original(self, *args, **kwargs)
+        return Once(work) if kind in ("send", "recv") else work
 
     return call
+
+
+class Once:
+    """A transfer that may be waited for again, as Transformer Engine's ring does in its backward.
+
+    gloo's own would wait for another message; NCCL's returns.
+    """
+
+    def __init__(self, work):
+        self.work, self.done = work, False
+
+    def wait(self, *args):
+        self.done = self.done or self.work.wait(*args)
+        return self.done
+
+    def __getattr__(self, name):
+        return getattr(self.work, name)
 
 
 def batches(args):

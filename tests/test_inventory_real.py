@@ -3,9 +3,6 @@
 Every rank's collectives of the second step are compared by kind, members of the group and bytes;
 nothing is left out and nothing is allowed for.  ``barrier`` and what Megatron does once per log
 interval are not part of a step.
-
-Not here: the ring of context parallelism.  The backward of Transformer Engine's ring does not get
-past its first exchange over gloo; arithmetic checks it (``test_inventory_closed_forms.py``).
 """
 
 from __future__ import annotations
@@ -151,6 +148,7 @@ slow = pytest.mark.slow
         pytest.param(
             2, "--context-parallel-size 2 --cp-comm-type all_gather ", id="cp2 gather", marks=slow
         ),
+        pytest.param(2, "--context-parallel-size 2 --cp-comm-type p2p ", id="cp2 ring", marks=slow),
         pytest.param(2, EP2, id="ep2", marks=slow),
         pytest.param(2, "", id="dp2 plain optimizer", marks=slow),
         pytest.param(
