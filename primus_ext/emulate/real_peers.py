@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.utils._pytree import tree_iter, tree_map_only
+from torch.utils._pytree import tree_map_only
 
 from primus_ext.emulate import registry
 from primus_ext.observe.allocator_meter import COLLECTIVE, region
@@ -118,7 +118,11 @@ class Transfer:
         self._work, self._held = work, held
 
     def wait(self, *args: Any) -> bool:
-        """Wait for the end and let go of the tensors."""
+        """Wait for the end and let go of the tensors.
+
+        A second time it returns, as NCCL's does and gloo's never would; Transformer Engine's ring
+        of context parallelism waits twice.
+        """
         done = self._work.wait(*args) if self._work is not None else True
         self._work = self._held = None
         return done
