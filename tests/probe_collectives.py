@@ -179,7 +179,8 @@ def train(out):
 
 def main():
     out, sys.argv = sys.argv[1], [sys.argv[0], *sys.argv[2:]]
-    os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
+    sharded = any("fsdp" in word for word in sys.argv)  # Megatron then refuses 1
+    os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "8" if sharded else "1"
     from primus_ext.emulate import apex_wgrad, registry, te, triton_kernels, virtual_cuda
 
     faulthandler.dump_traceback_later(300, exit=True)  # a run that hangs says where

@@ -41,6 +41,12 @@ EP2 = (
     "--moe-aux-loss-coeff 0.01 "
 )
 SHARDED = "--use-distributed-optimizer"
+FSDP2 = "--use-torch-fsdp2 --ckpt-format torch_dist --no-gradient-accumulation-fusion "
+MEGATRON_FSDP = (
+    "--use-megatron-fsdp --ckpt-format fsdp_dtensor --no-gradient-accumulation-fusion "
+    "--no-gradient-reduce-div-fusion --data-parallel-sharding-strategy "  # gloo: no PREMUL_SUM
+)
+HYBRID = "--num-distributed-optimizer-instances 2 --outer-dp-sharding-strategy optim "
 
 
 def really_issued(folder: Path, world: int, args: str) -> list[list[dict[str, Any]]]:
@@ -154,6 +160,12 @@ slow = pytest.mark.slow
         pytest.param(
             2, "--overlap-grad-reduce --overlap-param-gather ", id="dp2 overlapped", marks=slow
         ),
+        pytest.param(2, FSDP2, id="torch fsdp2", marks=slow),
+        pytest.param(2, MEGATRON_FSDP + "optim_grads_params ", id="megatron fsdp", marks=slow),
+        pytest.param(2, MEGATRON_FSDP + "optim_grads ", id="megatron fsdp, zero 2", marks=slow),
+        pytest.param(
+            4, MEGATRON_FSDP + "optim_grads_params " + HYBRID, id="megatron hsdp", marks=slow
+        ),
         pytest.param(4, TP2 + PP2, id="tp2 pp2", marks=slow),
         pytest.param(
             4, TP2 + EP2 + "--expert-tensor-parallel-size 1 ", id="tp2 ep2", marks=slow
@@ -163,7 +175,8 @@ slow = pytest.mark.slow
 def test_the_inventory_is_what_a_real_run_issues(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, world: int, args: str
 ) -> None:
-    if not args:
+    monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS", raising=False)
+    if not args or FSDP2 in args:
         plain = [word for word in emulation.COMMON if word != SHARDED]
         monkeypatch.setattr(emulation, "COMMON", plain)
     plan, traces = projected(tmp_path, world, args)
