@@ -157,18 +157,18 @@ def rows(entries: Iterable[dict[str, Any]], work: Path) -> list[dict[str, Any]]:
         peaks = composed(entry, found["composed"])
         for rank, ours in enumerate(peaks):
             sides = {side: found[side]["traces"][rank] for side in ("virtual", "real", GLOO)}
-            buckets = [b["grad_bytes"] for b in found["composed"]["traces"][rank]["buckets"]]
+            buckets = found["composed"]["traces"][rank]["buckets"]
             named = {"id": entry["id"], "rank": rank, "composed": ours}
             table.append(named | row(sides, buckets))
     return table
 
 
-def row(sides: dict[str, dict[str, Any]], buckets: list[int]) -> dict[str, Any]:
+def row(sides: dict[str, dict[str, Any]], buckets: list[dict[str, Any]]) -> dict[str, Any]:
     """Peaks of one rank.
 
     Args:
         sides: Answers of virtual, real and gloo for that rank.
-        buckets: Bytes of its gradient buckets, as they were recorded.
+        buckets: Of its gradients and parameters, as they were recorded.
     """
     virtual, real, gloo = (sides[side] for side in ("virtual", "real", GLOO))
     difference = gloo["peak_bytes"] - real["peak_bytes"]
@@ -184,18 +184,25 @@ def row(sides: dict[str, dict[str, Any]], buckets: list[int]) -> dict[str, Any]:
     }
 
 
-def explained(backend: list[list[Any]], buckets: list[int]) -> str:
+def explained(backend: list[list[Any]], buckets: list[dict[str, Any]]) -> str:
     """What gloo's buffers at the peak are.
 
     Args:
         backend: Size, number and operator of those buffers.
-        buckets: Bytes of the rank's gradient buckets.
+        buckets: Of the rank's gradients (``grad_bytes``) and parameters (``param_bytes``).
     """
     words = []
     for size, count, operator in backend:
-        copied = ", a copy of a gradient bucket" if size in buckets else ""
+        copied = ""
+        for sign, key, what in COPIED:
+            if sign in operator and size in [bucket[key] for bucket in buckets]:
+                copied = f", a copy of a bucket's {what}"
         words.append(f"{count} x {size:,} B of {operator}{copied}")
     return "; ".join(words)
+
+
+COPIED = (("reduce_scatter", "grad_bytes", "gradients"), ("gather", "param_bytes", "parameters"))
+"""What an operator moves of a bucket: part of its name, key of the bytes, word."""
 
 
 def main() -> None:

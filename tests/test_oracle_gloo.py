@@ -66,8 +66,11 @@ def test_a_job_of_the_table_runs_anew(tmp_path: Path) -> None:
 
 
 def test_a_buffer_is_named_after_what_it_copies() -> None:
-    said = oracle_gloo.explained([[100, 1, "c10d::a"], [8, 2, "c10d::b"]], buckets=[100])
-    assert said == "1 x 100 B of c10d::a, a copy of a gradient bucket; 2 x 8 B of c10d::b"
+    backend = [[100, 1, "c10d::reduce_scatter"], [50, 2, "gloo:all_gather"], [100, 1, "gloo:x"]]
+    assert oracle_gloo.explained(backend, [{"grad_bytes": 100, "param_bytes": 50}]) == (
+        "1 x 100 B of c10d::reduce_scatter, a copy of a bucket's gradients; "
+        "2 x 50 B of gloo:all_gather, a copy of a bucket's parameters; 1 x 100 B of gloo:x"
+    )
 
 
 PAIR = """

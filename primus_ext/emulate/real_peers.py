@@ -77,6 +77,15 @@ def _process_groups(module: Any) -> None:
             setattr(module.ProcessGroup, name, lent(getattr(module.ProcessGroup, name)))
 
 
+@registry.patch("torch._C._distributed_c10d", "ProcessGroup._start_coalescing",
+                "ProcessGroup._end_coalescing", group=GROUP, versions="torch 2.14",
+                reason="gloo has no coalescing; what is issued together is waited for one by one, "
+                       "so at the end nothing is under way")
+def _coalescing(module: Any) -> None:
+    module.ProcessGroup._start_coalescing = lambda self, device: None
+    module.ProcessGroup._end_coalescing = lambda self, device: module.FakeWork()
+
+
 def _waited_for(call: Callable[..., Any]) -> Callable[..., Any]:
     """The collective ``call``; when it returns, it is done and gloo holds nothing of it."""
 
