@@ -6,8 +6,9 @@
 
 * composed: what a projection says (``memory.per_role[].peak_bytes``);
 * virtual: Megatron's own loop on that rank, tensors without storage, metered by our recorder;
-* real: the same with real tensors on this machine, metered by PyTorch's allocator events;
-* gloo (``--sides gloo``, jobs of at most 4 ranks): that with every rank a process of its own.
+* real: the same with real tensors on this machine, metered by PyTorch's allocator events.
+
+``scripts/oracle_gloo.py`` does that with every rank a process of its own.
 """
 
 from __future__ import annotations
@@ -34,10 +35,9 @@ DESIGN = ROOT / "validation" / "memory_oracle.yaml"
 TABLE = ROOT / "validation" / "memory_oracle.csv"
 PROGRAM = "primus_ext.frameworks.megatron.gpt_program"
 SIDES = ("composed", "virtual", "real")
-GLOO, MOST_PROCESSES = "gloo", 4
 NOT_RUN = "-"
-DIFFERENCES = ("virtual - composed", "real - virtual", "gloo - real")
-COLUMNS: tuple[str, ...] = ("id", "role", *SIDES, GLOO, *DIFFERENCES, "reason")
+DIFFERENCES = ("virtual - composed", "real - virtual")
+COLUMNS: tuple[str, ...] = ("id", "role", *SIDES, *DIFFERENCES, "reason")
 SLICE = 4
 """Configurations that one process answers; their results are kept when it ends."""
 TARGETS = {(9, 0): "h100", (10, 0): "b200"}
@@ -66,24 +66,9 @@ def request(entry: dict[str, Any], side: str, work: Path) -> dict[str, Any]:
     }
     if side != "composed":
         asked |= {"whole": True, "ranks": [s * world // stages for s in range(stages)]}
-    if side in ("real", GLOO):
+    if side == "real":
         asked["storage"] = "real"
     return asked
-
-
-def processes(entry: dict[str, Any], work: Path) -> list[dict[str, Any]]:
-    """Requests of all ranks of a configuration that meet over gloo."""
-    shared = request(entry, GLOO, work)
-    base = Path(shared["result"])
-    return [
-        shared
-        | {
-            "ranks": [rank],
-            "rendezvous": str(base.with_suffix(".meet")),
-            "result": str(base.with_suffix(f".{rank}.json")),
-        }
-        for rank in range(entry["world"])
-    ]
 
 
 def work_of(entry: dict[str, Any]) -> int:
@@ -122,29 +107,6 @@ def run(entries: Iterable[dict[str, Any]], sides: Iterable[str], work: Path) -> 
         size = SLICE * len(SIDES)
         for start in range(0, len(requests), size):
             answer(requests[start : start + size], work)
-
-
-def run_gloo(entries: Iterable[dict[str, Any]], work: Path) -> None:
-    """Run the small jobs with all their ranks, one job after the other."""
-    for entry in entries:
-        path = answer_path(entry, GLOO, work)
-        if entry["world"] > MOST_PROCESSES or path.exists():
-            continue
-        asked = processes(entry, work)
-        Path(asked[0]["rendezvous"]).unlink(missing_ok=True)
-        running = []
-        for rank, one in enumerate(asked):
-            file = work / f"requests.{rank}.json"
-            file.write_text(json.dumps([one]))
-            running.append(start(file))
-        for process in running:
-            process.wait()
-        stages, world = stage_count(entry), entry["world"]
-        found = [json.loads(Path(one["result"]).read_text()) for one in asked]
-        bad = [f for f in found if f["status"] != "ok"]
-        firsts = [found[stage * world // stages] for stage in range(stages)]
-        whole = bad[0] if bad else {**firsts[0], "traces": [f["traces"][0] for f in firsts]}
-        path.write_text(json.dumps(whole))
 
 
 def start(requests: Path) -> subprocess.Popen[bytes]:
@@ -189,8 +151,8 @@ def rows(entries: Iterable[dict[str, Any]], work: Path) -> list[dict[str, Any]]:
     """One row a role of every configuration that was run: the peaks and their differences."""
     table: list[dict[str, Any]] = []
     for entry in entries:
-        found = {side: peaks(entry, side, work) for side in (*SIDES, GLOO)}
-        if NOT_RUN in [found[side] for side in SIDES]:
+        found = {side: peaks(entry, side, work) for side in SIDES}
+        if NOT_RUN in found.values():
             continue
         for role in range(stage_count(entry)):
             row: dict[str, Any] = {"id": entry["id"], "role": f"pp stage {role}"}
@@ -198,7 +160,6 @@ def rows(entries: Iterable[dict[str, Any]], work: Path) -> list[dict[str, Any]]:
                 row[side] = values[role] if isinstance(values, list) else values
             row["virtual - composed"] = difference(row["virtual"], row["composed"])
             row["real - virtual"] = difference(row["real"], row["virtual"])
-            row["gloo - real"] = difference(row[GLOO], row["real"])
             row["reason"] = reason(entry, row)
             table.append(row)
     return table
@@ -241,16 +202,14 @@ def main() -> None:
     """Run and write the table."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", nargs="+", help="ids of configurations")
-    parser.add_argument("--sides", nargs="+", default=SIDES, choices=(*SIDES, GLOO))
+    parser.add_argument("--sides", nargs="+", default=SIDES, choices=SIDES)
     parser.add_argument("--work", type=Path, default=ROOT / "outputs" / "memory_oracle")
     options = parser.parse_args()
     work = options.work.resolve()
     work.mkdir(parents=True, exist_ok=True)
     entries = yaml.safe_load(DESIGN.read_text())
     chosen = [e for e in entries if options.only is None or e["id"] in options.only]
-    run(chosen, [side for side in options.sides if side != GLOO], work)
-    if GLOO in options.sides:
-        run_gloo(chosen, work)
+    run(chosen, options.sides, work)
     with TABLE.open("w", newline="") as file:
         writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
         writer.writeheader()

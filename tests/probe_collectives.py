@@ -77,9 +77,27 @@ def counted(original, kind, position, name):
             if kind in ("send", "recv"):
                 row["peer"] = dist.get_global_rank(self, args[1])
             found.append(row)
-        return original(self, *args, **kwargs)
+        work = original(self, *args, **kwargs)
+        return Once(work) if kind in ("send", "recv") else work
 
     return call
+
+
+class Once:
+    """A transfer that may be waited for again, as Transformer Engine's ring does in its backward.
+
+    gloo's own would wait for another message; NCCL's returns.
+    """
+
+    def __init__(self, work):
+        self.work, self.done = work, False
+
+    def wait(self, *args):
+        self.done = self.done or self.work.wait(*args)
+        return self.done
+
+    def __getattr__(self, name):
+        return getattr(self.work, name)
 
 
 def batches(args):
@@ -161,7 +179,8 @@ def train(out):
 
 def main():
     out, sys.argv = sys.argv[1], [sys.argv[0], *sys.argv[2:]]
-    os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
+    sharded = any("fsdp" in word for word in sys.argv)  # Megatron then refuses 1
+    os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "8" if sharded else "1"
     from primus_ext.emulate import apex_wgrad, registry, te, triton_kernels, virtual_cuda
 
     faulthandler.dump_traceback_later(300, exit=True)  # a run that hangs says where

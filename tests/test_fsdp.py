@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import math
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,7 @@ from primus_ext import trace_io
 from primus_ext.cluster_data import load_cluster
 from primus_ext.cost.model import CostModel
 from primus_ext.frameworks import published_fsdp
-from primus_ext.project import compose, sharded, stage
+from primus_ext.project import compose, inventory, sharded, stage
 from primus_ext.project.ledger import TermName
 from primus_ext.trace import (
     Call,
@@ -45,6 +47,9 @@ MEGATRON = (
 )
 LAYER = HIDDEN * HIDDEN * (2 + 2 * KV // HEADS) + 2 * HIDDEN * HIDDEN * KV // HEADS
 LAYER += 3 * HIDDEN * FFN + 2 * HIDDEN
+ROWS = math.lcm(HIDDEN, FFN)
+"""Elements that rows of all matrices of a layer divide."""
+MICROBATCHES = 24 // (2 * WORLD)
 PARAMETERS = LAYERS * LAYER + 2 * VOCAB * HIDDEN + HIDDEN
 """Elements: q and o, k and v, the MLP and two norms of each layer; embedding, output, norm."""
 LOG = 8
@@ -90,6 +95,59 @@ def test_every_microbatch_gathers_twice_and_reduces_once(fsdp2: dict[str, Any]) 
     trace = fsdp2["traces"][0]
     assert collectives(trace, "all_gather") == 2 * 2 * PARAMETERS
     assert collectives(trace, "reduce_scatter") == 2 * PARAMETERS
+
+
+Issued = Counter[tuple[str, str, int]]
+"""Kind, group and bytes to count, of one step."""
+
+
+def issued(answer: dict[str, Any]) -> Issued:
+    """What a projection lists of the groups that parameters and gradients are shared over."""
+    plan = trace_io.plan_from_plain(answer["plan"])
+    trace = trace_io.traces_from_plain(answer["traces"])[0]
+    found: Issued = Counter()
+    for key, count in inventory.of_rank(trace, compose.schedule_shape(plan)).items():
+        if len(trace.groups[key[2]]) > 1 and key[4] > LOG:  # but for norms and counters
+            found[key[1], key[2], key[4]] += count
+    return found
+
+
+def test_fsdp2_issues_what_its_units_need(fsdp2: dict[str, Any]) -> None:
+    """Every unit (a layer, each table, the final norm) is gathered twice and reduced once."""
+    expected: Issued = Counter()
+    for size, units in ((LAYER, LAYERS), (VOCAB * HIDDEN, 2), (HIDDEN, 1)):
+        expected["all_gather", "dp_cp", 2 * size] += 2 * units * MICROBATCHES
+        expected["reduce_scatter", "dp_cp", 2 * size] += units * MICROBATCHES
+    assert issued(fsdp2) == expected
+
+
+@slow
+def test_megatron_fsdp_issues_what_its_units_need(tmp_path: Path) -> None:
+    """Layers are units, and what is outside of them is one; no shard has a part of a row."""
+    expected: Issued = Counter()
+    outside = padded(2 * VOCAB * HIDDEN + HIDDEN, HIDDEN)  # is gathered once and kept
+    units = ((padded(LAYER, ROWS), LAYERS, 2 * MICROBATCHES), (outside, 1, 1))
+    for size, count, gathers in units:
+        expected["all_gather", "dp_cp", 2 * size] += count * gathers
+        expected["reduce_scatter", "dp_cp", 2 * size] += count * MICROBATCHES
+    assert issued(run(tmp_path, MEGATRON + "optim_grads_params")) == expected
+
+
+@slow
+def test_without_sharded_parameters_megatron_fsdp_gathers_once_a_step(tmp_path: Path) -> None:
+    found = issued(run(tmp_path, MEGATRON + "optim_grads"))
+    sizes = {size for _, _, size in found}
+    assert len(sizes) == 1  # the whole model is one unit
+    size = sizes.pop()
+    assert found == {("all_gather", "dp_cp", size): 1,
+                     ("reduce_scatter", "dp_cp", size): MICROBATCHES}  # fmt: skip
+    whole_rows, extra = divmod(size // 2 - PARAMETERS, ROWS * WORLD)
+    assert whole_rows in (0, 1) and (size // 2) % (ROWS * WORLD) == 0, extra
+
+
+def padded(elements: int, row: int) -> int:
+    """Up to a multiple of whole rows on every rank."""
+    return -(-elements // (row * WORLD)) * row * WORLD
 
 
 def test_static_bytes_are_a_share_of_the_parameters(fsdp2: dict[str, Any]) -> None:

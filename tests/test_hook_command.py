@@ -132,6 +132,10 @@ def test_not_ours(token: str):
         ("+projection=on ~projection", "takes away again"),
         ("+projection=on ~hydra.callbacks", "takes away again"),
         ("+projection=on hydra.callbacks=null", "takes away again"),
+        ("+projection=on +target_cluster=h100_1x8 ++target_cluster.nodes=3",
+         "++target_cluster.nodes=3 does not reach the target"),
+        ("+projection=on +target_cluster.gpus_per_node=4",
+         "++hydra.callbacks.primus_projection.target_cluster.gpus_per_node=4"),
     ],
 )
 def test_problems(line: str, words: str):
@@ -146,6 +150,8 @@ def test_problems(line: str, words: str):
         "+target_cluster=h100_8x8 +projection=simulate +projection.out=D +projection.fail_on=oom",
         "a=1,2 +projection=on hydra.run.dir=x",
         "+projection@_global_=on -cn other",
+        "+projection=on ++target_cluster.nodes=3",  # a key of the program's own
+        "+projection=on +target_cluster=h100_1x8 ++target_cluster.owner=me target_cluster.nodes=3",
     ],
 )
 def test_no_problem(line: str):

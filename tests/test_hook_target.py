@@ -102,6 +102,20 @@ def test_a_users_own_target_file(text: str, words: list[str], tmp_path: Path):
     assert run.stderr.strip() == f"primus_ext: {message}"
 
 
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ("++target_cluster.nodes=3", "++target_cluster.nodes=3 does not reach the target"),
+        (f"++{typed.CALLBACK}.target_cluster.nodes=-3", "target_cluster.nodes=-3 must be"),
+    ],
+)
+def test_a_change_of_a_target_reaches_it_or_is_refused(change: str, words: str, tmp_path: Path):
+    asked = ["+projection=simulate", "+target_cluster=h100_1x8", change]
+    run = run_app("plain", [*asked, "+projection.out={out}"], tmp_path / "run")
+    assert run.code == 2 and run.did == []
+    assert words in run.verdict["message"]
+
+
 def device(monkeypatch: pytest.MonkeyPatch, names: list[str]) -> None:
     """Let nvidia-smi answer with these product names."""
     monkeypatch.setattr(local_device.shutil, "which", lambda _name: "/usr/bin/nvidia-smi")

@@ -3,9 +3,6 @@
 Every rank's collectives of the second step are compared by kind, members of the group and bytes;
 nothing is left out and nothing is allowed for.  ``barrier`` and what Megatron does once per log
 interval are not part of a step.
-
-Not here: the ring of context parallelism.  The backward of Transformer Engine's ring does not get
-past its first exchange over gloo; arithmetic checks it (``test_inventory_closed_forms.py``).
 """
 
 from __future__ import annotations
@@ -44,6 +41,12 @@ EP2 = (
     "--moe-aux-loss-coeff 0.01 "
 )
 SHARDED = "--use-distributed-optimizer"
+FSDP2 = "--use-torch-fsdp2 --ckpt-format torch_dist --no-gradient-accumulation-fusion "
+MEGATRON_FSDP = (
+    "--use-megatron-fsdp --ckpt-format fsdp_dtensor --no-gradient-accumulation-fusion "
+    "--no-gradient-reduce-div-fusion --data-parallel-sharding-strategy "  # gloo: no PREMUL_SUM
+)
+HYBRID = "--num-distributed-optimizer-instances 2 --outer-dp-sharding-strategy optim "
 
 
 def really_issued(folder: Path, world: int, args: str) -> list[list[dict[str, Any]]]:
@@ -151,10 +154,17 @@ slow = pytest.mark.slow
         pytest.param(
             2, "--context-parallel-size 2 --cp-comm-type all_gather ", id="cp2 gather", marks=slow
         ),
+        pytest.param(2, "--context-parallel-size 2 --cp-comm-type p2p ", id="cp2 ring", marks=slow),
         pytest.param(2, EP2, id="ep2", marks=slow),
         pytest.param(2, "", id="dp2 plain optimizer", marks=slow),
         pytest.param(
             2, "--overlap-grad-reduce --overlap-param-gather ", id="dp2 overlapped", marks=slow
+        ),
+        pytest.param(2, FSDP2, id="torch fsdp2", marks=slow),
+        pytest.param(2, MEGATRON_FSDP + "optim_grads_params ", id="megatron fsdp", marks=slow),
+        pytest.param(2, MEGATRON_FSDP + "optim_grads ", id="megatron fsdp, zero 2", marks=slow),
+        pytest.param(
+            4, MEGATRON_FSDP + "optim_grads_params " + HYBRID, id="megatron hsdp", marks=slow
         ),
         pytest.param(4, TP2 + PP2, id="tp2 pp2", marks=slow),
         pytest.param(
@@ -165,7 +175,8 @@ slow = pytest.mark.slow
 def test_the_inventory_is_what_a_real_run_issues(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, world: int, args: str
 ) -> None:
-    if not args:
+    monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS", raising=False)
+    if not args or FSDP2 in args:
         plain = [word for word in emulation.COMMON if word != SHARDED]
         monkeypatch.setattr(emulation, "COMMON", plain)
     plan, traces = projected(tmp_path, world, args)

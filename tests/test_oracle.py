@@ -46,16 +46,6 @@ def test_peaks_are_equal_over_many_knobs(tmp_path: Path) -> None:
     require_equal(SLOW, tmp_path)
 
 
-@pytest.mark.slow
-def test_real_ranks_over_gloo_differ_by_what_is_explained(tmp_path: Path) -> None:
-    small = [e for e in ENTRIES if e["world"] == 2 and e["knobs"]["mlp"] == "dense"][:1]
-    oracle.run(small, ["virtual", "real"], tmp_path)
-    oracle.run_gloo(small, tmp_path)
-    for row in oracle.rows(small, tmp_path):
-        assert isinstance(row["gloo"], int), row
-        assert row["gloo - real"] == 0 or row["reason"], row
-
-
 def test_a_process_answers_only_requests_that_are_alike() -> None:
     one: dict[str, Any] = oracle.request(ENTRIES[0], "virtual", Path("/nowhere"))
     batch.require_alike([one, {**one, "world_size": 8}])

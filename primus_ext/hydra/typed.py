@@ -15,7 +15,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override, OverrideType
 from hydra.errors import HydraException
 
-from primus_ext.runner import MODES
+from primus_ext.runner import MODES, target
 
 GROUPS = ("projection", "target_cluster", "recipe")
 """Config groups that we put on Hydra's search path, each when it is asked for."""
@@ -25,6 +25,7 @@ OPTIONS = ("out", "fail_on", "cache", "routing", "schedule")
 
 _MENTION = re.compile(rf"[+~].*|{re.escape(CALLBACK)}.*|hydra(\.callbacks)?=.*", re.DOTALL)
 _MULTIRUN = re.compile(r"-m|--mu[a-z]*|\+{0,2}hydra\.mode=[\"']?MULTIRUN[\"']?")
+_ALTERED = re.compile(rf"target_cluster\.({'|'.join(target.KEYS)})")
 _GIVEN = (OverrideType.ADD, OverrideType.FORCE_ADD)
 
 
@@ -54,7 +55,7 @@ def read(arguments: Iterable[str]) -> Typed:
     Args:
         arguments: ``sys.argv[1:]``, or those of the command that is to run again.
     """
-    typed, takes_away = Typed(), []
+    typed, takes_away, alters = Typed(), [], []
     arguments = list(arguments)
     parser = OverridesParser.create()
     for token in arguments:
@@ -71,9 +72,26 @@ def read(arguments: Iterable[str]) -> Typed:
             _take(typed, override, token)
         elif override.key_or_group == "recipe" and override.type in _GIVEN:
             typed.groups.add("recipe")
+        elif _ALTERED.fullmatch(override.key_or_group) and override.type in _GIVEN:
+            alters.append((override, token))
     if typed.tokens:
         _judge(typed, arguments, takes_away)
+        for override, token in alters:
+            _refuse_change(typed, override, token)
     return typed
+
+
+def _refuse_change(typed: Typed, override: Override, token: str) -> None:
+    """Object to a change of the target that lands beside it, in the program's own configuration.
+
+    With ++ it may be meant for a key of the user's own, unless a target was chosen.
+    """
+    if override.type == OverrideType.ADD or "target_cluster" in typed.groups:
+        key = override.key_or_group
+        typed.object_to(
+            f"{token} does not reach the target; legal: +target_cluster=NAME_AxB of another size, "
+            f"or ++{CALLBACK}.{key}={token.partition('=')[2]} beside it"
+        )
 
 
 def _removes(override: Override) -> bool:

@@ -14,6 +14,9 @@ What a CPU allocates and a device would not is left out, by four rules:
   operator (``c10::scalar_to_tensor``); kernels on a device take it as an argument.
 * Random states: a copy of a generator's state, made by no operator; it is a tensor of the host for
   generators of a device as well.
+
+What the backend of a collective makes for itself (inside :data:`COLLECTIVE`, or on a thread of
+gloo's, which names its regions ``gloo:...``) can be counted or left out: NCCL's is no tensor.
 """
 
 from __future__ import annotations
@@ -31,6 +34,10 @@ FUSED = "primus_ext::fused"
 """Name of the region of a function that is one kernel on the device."""
 HOST = "primus_ext::host"
 """Name of the region whose tensors the host holds."""
+COLLECTIVE = "primus_ext::collective"
+"""Name of the region of a blocking collective; what is made inside it is the backend's."""
+BACKEND = "gloo:"
+"""Start of the names of what gloo's own threads run."""
 MARK = "primus_ext::mark"
 """Name of the region that ends where a peak is to be measured from."""
 NUMBER_BYTES = 16
@@ -53,6 +60,8 @@ class Event:
     """Operator or region that it happened in; "" for none."""
     owner_end_ns: int
     in_host: bool
+    backend_end_ns: int = -1
+    """End of the collective whose backend made it; -1: the program made it."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -65,6 +74,7 @@ class Block:
     end_ns: int | None
     """None: still live when the profile ended."""
     owner: str
+    of_backend: bool = False
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -105,10 +115,13 @@ class AllocatorMeter:
         Raises:
             RuntimeError: nothing was marked.
         """
+        return evaluate(*self.events())
+
+    def events(self) -> tuple[list[Event], int]:
+        """End the profile; see :func:`events`."""
         self._profile.stop()
         profiler: Any = self._profile.profiler
-        tree = profiler.kineto_results.experimental_event_tree()
-        return evaluate(*events(tree))
+        return events(profiler.kineto_results.experimental_event_tree())
 
 
 def events(tree: Iterable[Any]) -> tuple[list[Event], int]:
@@ -122,9 +135,9 @@ def events(tree: Iterable[Any]) -> tuple[list[Event], int]:
     """
     found: list[Event] = []
     marked = -1
-    stack = [(event, None, False) for event in reversed(list(tree))]
+    stack = [(event, None, False, -1) for event in reversed(list(tree))]
     while stack:
-        event, owner, host = stack.pop()
+        event, owner, host, backend = stack.pop()
         kind = event.tag.name
         if kind == "Allocation":
             fields = event.extra_fields
@@ -132,16 +145,18 @@ def events(tree: Iterable[Any]) -> tuple[list[Event], int]:
                 Event(
                     event.start_time_ns, fields.ptr, fields.alloc_size,
                     owner.name if owner is not None else "",
-                    owner.end_time_ns if owner is not None else -1, host,
+                    owner.end_time_ns if owner is not None else -1, host, backend,
                 )
             )  # fmt: skip
             continue
         if event.name == MARK:
             marked = event.end_time_ns
         host = host or event.name == HOST
+        if event.name == COLLECTIVE or event.name.startswith(BACKEND):
+            backend = max(backend, event.end_time_ns)
         if owner is None and _owns(event):
             owner = event
-        stack += [(child, owner, host) for child in reversed(event.children)]
+        stack += [(child, owner, host, backend) for child in reversed(event.children)]
     if marked < 0:
         raise RuntimeError("the profile has no mark to measure a peak from")
     found.sort(key=lambda e: e.time_ns)
@@ -149,7 +164,7 @@ def events(tree: Iterable[Any]) -> tuple[list[Event], int]:
 
 
 def _owns(event: Any) -> bool:
-    if event.name in (FUSED, HOST):
+    if event.name in (FUSED, HOST) or event.name.startswith(BACKEND):
         return True
     return event.tag.name == "TorchOp" and _is_kernel(event.name, event.overload_name)
 
@@ -167,19 +182,34 @@ def _is_kernel(name: str, overload: str) -> bool:
         return False
 
 
-def blocks(found: Iterable[Event]) -> Iterator[Block]:
-    """Memory that a device would hold, from allocator events in order of time."""
+def blocks(found: Iterable[Event], backend: bool = True) -> Iterator[Block]:
+    """Memory that a device would hold, from allocator events in order of time.
+
+    Args:
+        found: Allocator events.
+        backend: Count also what backends of collectives made.
+    """
     live: dict[int, Event] = {}
     for event in found:
+        made = live.pop(event.address, None)  # one that is live was freed by a thread out of sight
+        if made is not None:
+            yield from _block(made, event.time_ns, backend)
         if event.size > 0:
             live[event.address] = event
-            continue
-        made = live.pop(event.address, None)
-        if made is not None and _on_device(made, event.time_ns):
-            yield Block(made.size, made.time_ns, event.time_ns, made.owner)
     for made in live.values():
-        if _on_device(made, None):
-            yield Block(made.size, made.time_ns, None, made.owner)
+        yield from _block(made, None, backend)
+
+
+def _block(made: Event, freed_ns: int | None, backend: bool) -> Iterator[Block]:
+    """The block of an allocation, if it counts; a backend's ends with its collective."""
+    if made.backend_end_ns >= 0:
+        end = made.backend_end_ns
+        if backend and not made.in_host:
+            yield Block(
+                made.size, made.time_ns, min(end, freed_ns or end), made.owner, of_backend=True
+            )
+    elif _on_device(made, freed_ns):
+        yield Block(made.size, made.time_ns, freed_ns, made.owner)
 
 
 @functools.cache
@@ -195,14 +225,15 @@ def _on_device(made: Event, freed_ns: int | None) -> bool:
     return freed_ns is None or freed_ns > made.owner_end_ns
 
 
-def evaluate(found: list[Event], marked_ns: int) -> Metered:
+def evaluate(found: list[Event], marked_ns: int, backend: bool = True) -> Metered:
     """The peak since the mark.
 
     Args:
         found: Allocator events in order of time.
         marked_ns: Time of the mark.
+        backend: Count also what backends of collectives made.
     """
-    held = sorted(blocks(found), key=lambda b: b.start_ns)
+    held = sorted(blocks(found, backend), key=lambda b: b.start_ns)
     steps = [(b.start_ns, 1, b.size) for b in held]
     steps += [(b.end_ns, 0, -b.size) for b in held if b.end_ns is not None]
     live, at_mark, peak, peak_ns = 0, 0, -1, marked_ns

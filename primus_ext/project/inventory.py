@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from primus_ext.plan import Plan
 from primus_ext.project import memory
 from primus_ext.project.programs import Shape
 from primus_ext.project.result import Row
-from primus_ext.trace import Call, Family, RankTrace
+from primus_ext.trace import Call, ChunkTrace, Family, RankTrace, Segment
 
 MOST_ROWS = 100
 """Rows that a projection lists; a job with more of them has its inventory left out."""
@@ -51,12 +51,23 @@ def of_rank(trace: RankTrace, shape: Shape) -> Counter[Key]:
     """
     found: Counter[Key] = Counter()
     for chunk in trace.chunks:
-        for segment in chunk.segments:
-            times = segment.count * shape.microbatches
-            _count(found, trace, (*segment.forward, *segment.backward), times)
+        for kind, times in _microbatches(chunk, shape.microbatches):
+            for segment in kind:
+                calls = (*segment.forward, *segment.backward)
+                _count(found, trace, calls, segment.count * times)
     _count(found, trace, trace.step, 1)
     _count(found, trace, trace.sync, 1)
     return found
+
+
+def _microbatches(chunk: ChunkTrace, count: int) -> Iterator[tuple[tuple[Segment, ...], int]]:
+    """Segments of every kind of microbatch and how often it runs in a step."""
+    if not chunk.microbatches:  # all are alike
+        yield chunk.segments, count
+        return
+    for index, one in enumerate(chunk.microbatches):  # the second of three stands for the rest
+        times = count - 2 if (len(chunk.microbatches), index) == (3, 1) else 1
+        yield one.segments or chunk.segments, times
 
 
 def _count(found: Counter[Key], trace: RankTrace, calls: Iterable[Call], times: int) -> None:

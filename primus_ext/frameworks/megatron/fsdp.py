@@ -17,7 +17,14 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_iter
 
-from primus_ext.frameworks.megatron import memory, microbatch, parts, plans, probe
+from primus_ext.frameworks.megatron import (
+    memory,
+    microbatch,
+    parts,
+    plans,
+    probe,
+    synchronisation,
+)
 from primus_ext.observe.recorder import LiveBytes, Recorder
 from primus_ext.observe.scopes import Scopes, segments
 from primus_ext.trace import (
@@ -68,13 +75,14 @@ def record(
     step = _Step(recorder, training, make, bare, min(3, get_num_microbatches()))
     kept.append(step.run())
     chunk = step.chunk()
+    statistics = synchronisation.record_statistics(recorder, args)
     return RankTrace(
         rank=rank,
         pp_ranks=pp_ranks,
         groups={**memory.all_groups(), **recorder.groups_seen},
         ops=probe.labelled_ops(recorder, [make], [bare], config, (chunk,)),
         chunks=(chunk,),
-        step=step.calls,
+        step=step.calls + statistics,
         buckets=(),
         parameters=held,
         global_parameters=total,

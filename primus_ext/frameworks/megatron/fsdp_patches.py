@@ -39,3 +39,11 @@ def _finite(module: Any) -> None:
               "virtual ranks hold what this one holds, which does not add up")
 def _places(module: Any) -> None:
     module.validate_uneven_dtensor = lambda dtensor: None
+
+
+@patch("megatron.core.distributed.fsdp.src.megatron_fsdp.utils",
+       "FSDPDistributedIndex.get_logical_hybrid_fsdp_rank", group="megatron", versions=_CORE,
+       reason="the place of a rank among the replicas' shards is a value that the host needs")
+def _place_of_rank(module: Any) -> None:
+    owner = module.FSDPDistributedIndex
+    owner.get_logical_hybrid_fsdp_rank = on_host(owner.get_logical_hybrid_fsdp_rank)

@@ -7,7 +7,8 @@ The other ranks stay virtual, unless the request has a ``rendezvous``: then they
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
 from types import TracebackType
 from typing import Any
 
@@ -16,10 +17,9 @@ import torch
 from primus_ext.emulate import device_kernels, session, virtual_peers
 from primus_ext.emulate.host_tensor import host_values
 from primus_ext.frameworks.megatron import microbatch, packed, rank, routing, whole_rank
-from primus_ext.observe.allocator_meter import AllocatorMeter, Metered
+from primus_ext.observe.allocator_meter import AllocatorMeter, Block, Metered, evaluate
 from primus_ext.observe.recorder import LiveBytes
 
-"""What the dispatcher hands to collectives as lists; on the CPU it would leave tensors."""
 LARGEST = 40
 """Blocks of the peak that are reported, the largest first."""
 
@@ -32,6 +32,7 @@ class Observer:
         self.memory = self
         self.host = LiveBytes(lambda _size, _op: 0)  # offloading with storage is not metered
         self.metered: Metered | None = None
+        self.program: Metered | None = None
         self._meter = AllocatorMeter()
 
     def __enter__(self) -> Observer:
@@ -57,7 +58,9 @@ class Observer:
     def peak(self) -> int:
         """Bytes; ends the profile."""
         if self.metered is None:
-            self.metered = self._meter.stop()
+            found, marked = self._meter.events()
+            self.metered = evaluate(found, marked)
+            self.program = evaluate(found, marked, backend=False)
         return self.metered.peak_bytes
 
 
@@ -73,7 +76,8 @@ def peak(
 
     Returns:
         ``rank``, ``peak_bytes``, ``live_bytes`` and ``largest``: size, count and operator of the
-        largest blocks of the peak.
+        largest blocks of the peak.  ``program_peak_bytes`` is the peak without what the backend
+        of collectives made for itself, and ``backend`` what of that is in ``peak_bytes``.
     """
     observer = Observer()
     microbatch.batches = _batches
@@ -82,16 +86,22 @@ def peak(
         virtual_peers.answer()
     device_kernels.write_random_values()
     found = rank.run(original, call, member, whole_rank.two_steps, observer)
-    assert observer.metered is not None
-    sizes: dict[tuple[int, str], int] = {}
-    for block in observer.metered.at_peak:
-        sizes[block.size, block.owner] = sizes.get((block.size, block.owner), 0) + 1
-    ordered = sorted(sizes.items(), key=lambda item: -item[0][0] * item[1])
+    assert observer.metered is not None and observer.program is not None
+    at_peak = observer.metered.at_peak
     return {
         **found,
         "live_bytes": observer.metered.live_bytes,
-        "largest": [[size, n, owner] for (size, owner), n in ordered[:LARGEST]],
+        "largest": _counted(b for b in at_peak if not b.of_backend)[:LARGEST],
+        "program_peak_bytes": observer.program.peak_bytes,
+        "backend": _counted(b for b in at_peak if b.of_backend),
     }
+
+
+def _counted(blocks: Iterable[Block]) -> list[list[Any]]:
+    """Size, number and operator of blocks, those that come to most bytes first."""
+    number = Counter((block.size, block.owner) for block in blocks)
+    ordered = sorted(number.items(), key=lambda item: -item[0][0] * item[1])
+    return [[size, count, owner] for (size, owner), count in ordered]
 
 
 def _batches(args: Any) -> Iterator[dict[str, torch.Tensor]]:
