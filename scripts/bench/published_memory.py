@@ -77,8 +77,42 @@ def source(run: dict[str, Any]) -> str:
     return str(run["source"]["name"]).split(" (")[0]
 
 
-def sweep(runs: list[dict[str, Any]], out: Path) -> None:
-    """Append a line for every run that has none."""
+def order(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Runs that say most first: of every kind the heaviest, then the next.
+
+    Heaviest: most tokens of a microbatch on a rank, then fewest GPUs (what is sharded over the
+    data-parallel ranks is largest there), then most microbatches.
+    """
+    groups: dict[tuple[str, ...], list[dict[str, Any]]] = {}
+    for run in sorted(runs, key=lambda run: [-weight for weight in heaviness(run)]):
+        groups.setdefault(kind(run), []).append(run)
+    ranked = [(place, run) for group in groups.values() for place, run in enumerate(group)]
+    return [run for _, run in sorted(ranked, key=lambda pair: pair[0])]
+
+
+def heaviness(run: dict[str, Any]) -> tuple[float, ...]:
+    """What makes a run heavier than others of its model and GPU, most telling first."""
+    degrees, batch = run["parallelism"], run["batch"]
+    split = (degrees.get("tp") or 1) * (degrees.get("cp") or 1)
+    tokens = (batch.get("mbs") or 0) * (batch.get("seq_len") or 0) / split
+    return tokens, -(run["hardware"].get("num_gpus") or 0), batch.get("gbs") or 0
+
+
+def kind(run: dict[str, Any]) -> tuple[str, ...]:
+    """Source, model, GPU, degrees, format and recomputation of a run."""
+    parts = (
+        (run["model"], ("num_layers", "hidden_size", "num_experts")),
+        (run["hardware"], ("gpu",)),
+        (run["parallelism"], ("tp", "pp", "vpp", "cp", "ep")),
+        (run["precision"], ("compute",)),
+        (run["recompute"], ("granularity",)),
+    )
+    return source(run), *(str(part.get(name)) for part, names in parts for name in names)
+
+
+def sweep(runs: list[dict[str, Any]], out: Path, minutes: float = float("inf")) -> None:
+    """Append a line for every run that has none, until the time is over."""
+    end = time.monotonic() + 60 * minutes
     lines = read(out)
     if out.exists():  # without what a killed sweep left of a line
         out.write_text("".join(json.dumps(entry) + "\n" for entry in lines), encoding="utf-8")
@@ -86,6 +120,9 @@ def sweep(runs: list[dict[str, Any]], out: Path) -> None:
     done = {entry["id"] for entry in lines}
     left = [run for run in runs if run["id"] not in done]
     for number, run in enumerate(left, 1):
+        if time.monotonic() > end:
+            sys.stdout.write(f"{len(left) - number + 1} are left: the time is over\n")
+            return
         try:
             entry = line(run, known)
         except ClusterError as error:
@@ -178,6 +215,7 @@ def main() -> None:
     parser.add_argument("runs", type=Path)
     parser.add_argument("out", type=Path)
     parser.add_argument("--only", nargs="+", default=[], help="ids that have one of these words")
+    parser.add_argument("--minutes", type=float, default=float("inf"), help="stop after this long")
     parser.add_argument("--table", type=Path, help="write the tables instead")
     asked = parser.parse_args()
     everything = runs_file.load(asked.runs)
@@ -191,7 +229,7 @@ def main() -> None:
         if run.get("workload") == "pretrain" and run.get("completeness") == "complete"
         and (not asked.only or any(word in run["id"] for word in asked.only))
     ]  # fmt: skip
-    sweep(runs, asked.out)
+    sweep(order(runs), asked.out, asked.minutes)
 
 
 if __name__ == "__main__":
