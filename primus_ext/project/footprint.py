@@ -9,6 +9,7 @@ from primus_ext.project.allocator import Allocator
 from primus_ext.project.allocator_config import AllocatorConfig
 from primus_ext.project.blocks import Block
 from primus_ext.project.programs import Shape
+from primus_ext.project.recorded import Recorded
 from primus_ext.project.replay import COMMUNICATION, Piece, Replay
 from primus_ext.project.result import Footprint, LiveAllocations, Timeline
 from primus_ext.project.schedule import programs
@@ -43,11 +44,10 @@ def footprint(
     Raises:
         ValueError: The trace has no events.
     """
-    short = enough(shape, rank)
-    replay = Replay(trace, rank, short, programs(short)[rank], sizes, workspaces)
+    replay, steps = _source(trace, rank, shape, sizes, workspaces)
     device = Device(replay, config)
     device.run([replay.setup()])
-    for number in range(STEPS):
+    for number in range(steps):
         live = device.live()
         pieces = list(replay.step(first=number == 0))
         device.run(pieces)
@@ -61,8 +61,21 @@ def footprint(
     )
 
 
+def _source(
+    trace: RankTrace, rank: int, shape: Shape, sizes: Sequence[int], workspaces: tuple[int, int]
+) -> tuple[Replay | Recorded, int]:
+    """What produces the events, and for how many steps."""
+    if trace.recorded_events:
+        recorded = Recorded(trace, workspaces)
+        return recorded, recorded.steps
+    short = enough(shape, rank)
+    return Replay(trace, rank, short, programs(short)[rank], sizes, workspaces), STEPS
+
+
 def replayable(trace: RankTrace) -> bool:
-    """Whether a trace says what is allocated, the same for every microbatch."""
+    """Whether a trace says what is allocated, in all microbatches."""
+    if trace.recorded_events:
+        return True
     return trace.static_events is not None and all(
         chunk.events is not None and not getattr(chunk, "microbatches", ())
         for chunk in trace.chunks
@@ -84,7 +97,7 @@ class Device:
     """An allocator, and what is allocated in it."""
 
     def __init__(
-        self, replay: Replay, config: AllocatorConfig, capacity: int | None = None
+        self, replay: Replay | Recorded, config: AllocatorConfig, capacity: int | None = None
     ) -> None:
         """Nothing is allocated; ``capacity`` in bytes, None for any."""
         self.allocator = Allocator(config, capacity=capacity)
@@ -118,7 +131,7 @@ class Device:
 
 
 def _last_step(
-    replay: Replay, live: Sequence[int], made: Sequence[int], pieces: Sequence[Piece]
+    replay: Replay | Recorded, live: Sequence[int], made: Sequence[int], pieces: Sequence[Piece]
 ) -> tuple[Timeline, tuple[LiveAllocations, ...]]:
     """Bytes over a step by part, and what is live at its highest moment.
 
@@ -159,7 +172,7 @@ class _Walk:
     names = ("static", "activations", "temporaries", "communication")
 
     def __init__(
-        self, replay: Replay, live: Sequence[int], made: Sequence[int], count: int
+        self, replay: Replay | Recorded, live: Sequence[int], made: Sequence[int], count: int
     ) -> None:
         self._kinds, self._made, self._number = replay.kinds, made, count
         self.parts = [0, 0, 0, 0]
@@ -197,7 +210,7 @@ class _Walk:
 
 
 def _live_at(
-    replay: Replay, live: Sequence[int], made: Sequence[int], count: int,
+    replay: Replay | Recorded, live: Sequence[int], made: Sequence[int], count: int,
     pieces: Sequence[Piece], last: int,
 ) -> tuple[LiveAllocations, ...]:
     """What is live after event ``last`` of a step, the most bytes first."""
