@@ -10,7 +10,7 @@ from primus_ext.project.allocator_config import AllocatorConfig
 from primus_ext.project.blocks import Block
 from primus_ext.project.programs import Shape
 from primus_ext.project.recorded import Recorded
-from primus_ext.project.replay import COMMUNICATION, Piece, Replay
+from primus_ext.project.replay import COMMUNICATION, Piece, Replay, Source
 from primus_ext.project.result import Footprint, LiveAllocations, Timeline
 from primus_ext.project.schedule import programs
 from primus_ext.trace import RankTrace
@@ -63,7 +63,7 @@ def footprint(
 
 def _source(
     trace: RankTrace, rank: int, shape: Shape, sizes: Sequence[int], workspaces: tuple[int, int]
-) -> tuple[Replay | Recorded, int]:
+) -> tuple[Source, int]:
     """What produces the events, and for how many steps."""
     if trace.recorded_events:
         recorded = Recorded(trace, workspaces)
@@ -97,7 +97,7 @@ class Device:
     """An allocator, and what is allocated in it."""
 
     def __init__(
-        self, replay: Replay | Recorded, config: AllocatorConfig, capacity: int | None = None
+        self, replay: Source, config: AllocatorConfig, capacity: int | None = None
     ) -> None:
         """Nothing is allocated; ``capacity`` in bytes, None for any."""
         self.allocator = Allocator(config, capacity=capacity)
@@ -131,7 +131,7 @@ class Device:
 
 
 def _last_step(
-    replay: Replay | Recorded, live: Sequence[int], made: Sequence[int], pieces: Sequence[Piece]
+    replay: Source, live: Sequence[int], made: Sequence[int], pieces: Sequence[Piece]
 ) -> tuple[Timeline, tuple[LiveAllocations, ...]]:
     """Bytes over a step by part, and what is live at its highest moment.
 
@@ -172,7 +172,7 @@ class _Walk:
     names = ("static", "activations", "temporaries", "communication")
 
     def __init__(
-        self, replay: Replay | Recorded, live: Sequence[int], made: Sequence[int], count: int
+        self, replay: Source, live: Sequence[int], made: Sequence[int], count: int
     ) -> None:
         self._kinds, self._made, self._number = replay.kinds, made, count
         self.parts = [0, 0, 0, 0]
@@ -210,7 +210,7 @@ class _Walk:
 
 
 def _live_at(
-    replay: Replay | Recorded, live: Sequence[int], made: Sequence[int], count: int,
+    replay: Source, live: Sequence[int], made: Sequence[int], count: int,
     pieces: Sequence[Piece], last: int,
 ) -> tuple[LiveAllocations, ...]:
     """What is live after event ``last`` of a step, the most bytes first."""

@@ -13,7 +13,7 @@ from primus_ext.trace import AllocationKind, RankTrace
 
 
 class Recorded:
-    """Produces the events of one rank, step by step, as :class:`~.replay.Replay` does."""
+    """A :class:`~primus_ext.project.replay.Source` of what was recorded."""
 
     def __init__(self, trace: RankTrace, workspaces: tuple[int, int] = (0, 0)) -> None:
         """Nothing is allocated yet.
