@@ -2,10 +2,11 @@
 
     python scripts/bench/published_memory.py RUNS.yaml OUT.jsonl [--only WORD ...] [--table T.md]
 
-Every complete pretraining run becomes one line of OUT.jsonl as soon as it is projected; runs that
-have a line are not projected again, so a killed sweep goes on.  Runs that differ in nothing that
-shapes memory share one projection.  With --table nothing is projected: the tables are written from
-the lines that are there, and from the mapping of all pretraining runs of RUNS.yaml to programs.
+Every complete pretraining run becomes one line of OUT.jsonl as soon as those traced with it are
+done; runs that have a line are not projected again, so a killed sweep goes on.  Runs that differ
+in nothing that shapes memory share one projection.  With --table nothing is projected: the tables
+are written from the lines that are there, and from the mapping of all pretraining runs of
+RUNS.yaml to programs.
 """
 
 from __future__ import annotations
@@ -16,14 +17,17 @@ import json
 import sys
 import time
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from primus_ext.cluster_data import ClusterError, load_accelerator
+from primus_ext.cluster_data import load_accelerator
 from primus_ext.runner import peaks, validate
 from primus_ext.runner import runs as runs_file
 
 GIB = 2**30
+BATCH = 32
+"""Runs that are traced together: those of one device share a process, and its imports."""
 
 
 def memory_key(run: dict[str, Any]) -> str:
@@ -43,32 +47,62 @@ def memory_key(run: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(what).encode()).hexdigest()[:16]
 
 
-def line(run: dict[str, Any], known: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """The line of a run: projected, or taken from a run with the same key."""
-    found: dict[str, Any] = {"id": run["id"], "source": source(run)}
-    start = time.monotonic()
-    try:
-        key = found["key"] = memory_key(run)
-        if key in known:
-            same = known[key]
-            found |= {"same_as": same["id"]}
-            if "skipped" in same:
-                raise validate.Skipped(same["skipped"])
-            predicted, verdict = same["predicted"], same["verdict"]
-        else:
-            projected = validate.projected(run, lambda *_: None)
-            predicted, verdict = projected.peaks, projected.projection.memory.verdict
-    except validate.Skipped as reason:
-        return {**found, "skipped": str(reason)}
-    nearest = validate.nearest_program(run)
+def lines(
+    batch: list[dict[str, Any]], known: dict[str, dict[str, Any]]
+) -> Iterator[dict[str, Any]]:
+    """The lines of runs: projected, or taken from a run with the same key.
+
+    Args:
+        batch: The runs.
+        known: Lines by key; those of these runs are added.
+    """
+    keys: dict[str, str | None] = {}
+    first: dict[str, dict[str, Any]] = {}
+    for run in batch:
+        try:
+            key = keys[run["id"]] = memory_key(run)
+            if key not in known:
+                first.setdefault(key, run)
+        except validate.Skipped:  # it is said below, when the run is projected
+            keys[run["id"]] = None
+            first[run["id"]] = run
+    found = validate.project_runs(list(first.values()), lambda *_: None, 1)
+    for run in batch:
+        key = keys[run["id"]]
+        entry = {"id": run["id"], "source": source(run)} | ({"key": key} if key else {})
+        if run["id"] in found:
+            entry |= outcome(run, found[run["id"]])
+        elif key is not None:
+            entry |= taken(run, known[key])
+        if key is not None:
+            known.setdefault(key, entry)
+        yield entry
+
+
+def outcome(run: dict[str, Any], found: validate.Projected | str) -> dict[str, Any]:
+    """What a projection says of a run."""
+    if isinstance(found, str):
+        return {"skipped": found}
     return {
-        **found,
-        "verdict": verdict,
-        "capacity": int(load_accelerator(nearest.accelerator).hbm_bytes.value),
-        "predicted": dict(predicted),
-        "memory": peaks.beside(run, predicted),
-        "approximations": list(nearest.approximations),
-        "seconds": round(time.monotonic() - start, 1),
+        "verdict": found.projection.memory.verdict,
+        "capacity": int(load_accelerator(found.nearest.accelerator).hbm_bytes.value),
+        "predicted": dict(found.peaks),
+        "memory": peaks.beside(run, found.peaks),
+        "approximations": list(found.nearest.approximations),
+    }
+
+
+def taken(run: dict[str, Any], same: dict[str, Any]) -> dict[str, Any]:
+    """What the line of another run says of this one, which differs in nothing that counts."""
+    if "skipped" in same:
+        return {"same_as": same["id"], "skipped": same["skipped"]}
+    return {
+        "same_as": same["id"],
+        "verdict": same["verdict"],
+        "capacity": same["capacity"],
+        "predicted": same["predicted"],
+        "memory": peaks.beside(run, same["predicted"]),
+        "approximations": list(validate.nearest_program(run).approximations),
     }
 
 
@@ -113,25 +147,20 @@ def kind(run: dict[str, Any]) -> tuple[str, ...]:
 def sweep(runs: list[dict[str, Any]], out: Path, minutes: float = float("inf")) -> None:
     """Append a line for every run that has none, until the time is over."""
     end = time.monotonic() + 60 * minutes
-    lines = read(out)
+    before = read(out)
     if out.exists():  # without what a killed sweep left of a line
-        out.write_text("".join(json.dumps(entry) + "\n" for entry in lines), encoding="utf-8")
-    known = {entry["key"]: entry for entry in lines if "key" in entry}
-    done = {entry["id"] for entry in lines}
+        out.write_text("".join(json.dumps(entry) + "\n" for entry in before), encoding="utf-8")
+    known = {entry["key"]: entry for entry in before if "key" in entry}
+    done = {entry["id"] for entry in before}
     left = [run for run in runs if run["id"] not in done]
-    for number, run in enumerate(left, 1):
+    for start in range(0, len(left), BATCH):
         if time.monotonic() > end:
-            sys.stdout.write(f"{len(left) - number + 1} are left: the time is over\n")
+            sys.stdout.write(f"{len(left) - start} are left: the time is over\n")
             return
-        try:
-            entry = line(run, known)
-        except ClusterError as error:
-            entry = {"id": run["id"], "source": source(run), "skipped": str(error)}
-        if "key" in entry:
-            known.setdefault(entry["key"], entry)
-        with out.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(entry) + "\n")
-        sys.stdout.write(f"{number}/{len(left)} {words(entry)}\n")
+        for number, entry in enumerate(lines(left[start : start + BATCH], known), start + 1):
+            with out.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(entry) + "\n")
+            sys.stdout.write(f"{number}/{len(left)} {words(entry)}\n")
         sys.stdout.flush()
 
 
