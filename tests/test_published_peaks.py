@@ -97,6 +97,20 @@ def test_the_heaviest_of_every_kind_come_first_and_time_runs_out(tmp_path: Path)
     assert sweeper.read(tmp_path / "lines.jsonl") == []
 
 
+def test_a_run_lighter_than_one_that_fits_needs_no_projection() -> None:
+    heavy = next(iter(runs().values()))
+    light, heavier, other = (json.loads(json.dumps(heavy)) for _ in range(3))
+    light["id"], light["batch"]["seq_len"] = "light", heavy["batch"]["seq_len"] // 2
+    heavier["id"], heavier["batch"]["mbs"] = "heavier", 2 * heavy["batch"]["mbs"]
+    other["id"], other["parallelism"]["pp"] = "other", 4
+    entries = [{"id": heavy["id"], "source": "", "verdict": "fits"}]
+    line = sweeper.coverage([heavy, light, heavier, other], entries).splitlines()[-1]
+    assert line.endswith("| 4 | 1 | 1 | 2 |")
+    entries[0]["verdict"] = "oom"
+    line = sweeper.coverage([heavy, light, heavier, other], entries).splitlines()[-1]
+    assert line.endswith("| 4 | 1 | 0 | 3 |")
+
+
 # Bars in percent of the measured peak; None where no peak is published.
 BARS = {
     "simumax-b200-llama3-405b-l4-tp2-pp1-dp4-mbc4": ("torch allocated", 0.5),

@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
+import math
 import sys
 import time
 from collections import Counter
@@ -238,6 +239,42 @@ def mapping(runs: list[dict[str, Any]]) -> str:
     return "\n".join(text) + "\n"
 
 
+def coverage(runs: list[dict[str, Any]], entries: list[dict[str, Any]]) -> str:
+    """Markdown: how many complete pretraining runs of each source were projected.
+
+    A run that was not is lighter if one of its kind was that fits, has as many tokens of a
+    microbatch on a rank or more, as few GPUs or fewer, and as many microbatches or more.
+    """
+    by_id = {run["id"]: run for run in runs}
+    done = {entry["id"] for entry in entries}
+    fits: dict[tuple[str, ...], list[tuple[float, ...]]] = {}
+    for entry in entries:
+        if entry.get("verdict") in ("fits", "at_risk") and entry["id"] in by_id:
+            run = by_id[entry["id"]]
+            fits.setdefault(kind(run), []).append(weights(run))
+    found: dict[str, Counter[str]] = {}
+    for run in runs:
+        if run.get("workload") == "pretrain" and run.get("completeness") == "complete":
+            mine, others = weights(run), fits.get(kind(run), [])
+            lighter = any(all(a <= b for a, b in zip(mine, o, strict=True)) for o in others)
+            word = "projected" if run["id"] in done else "lighter" if lighter else "left"
+            found.setdefault(source(run), Counter())[word] += 1
+    text = ["| source | complete runs | projected | lighter than one that fits | not projected |"]
+    text += ["|---" * 5 + "|"]
+    for name, count in sorted(found.items()):
+        row = [name, count.total(), count["projected"], count["lighter"], count["left"]]
+        text.append(f"| {' | '.join(map(str, row))} |")
+    return "\n".join(text) + "\n"
+
+
+def weights(run: dict[str, Any]) -> tuple[float, ...]:
+    """As :func:`heaviness`, with microbatches of a rank in place of the global batch."""
+    tokens, gpus, batch = heaviness(run)
+    degrees = run["parallelism"]
+    split = math.prod(degrees.get(name) or 1 for name in ("tp", "pp", "cp"))
+    return tokens, gpus, -batch * split / (gpus * (run["batch"].get("mbs") or 1))
+
+
 def main() -> None:
     """Sweep, or write the tables."""
     parser = argparse.ArgumentParser(description="Peak memory of published runs")
@@ -249,7 +286,9 @@ def main() -> None:
     asked = parser.parse_args()
     everything = runs_file.load(asked.runs)
     if asked.table is not None:
-        found = f"{mapping(everything)}\n{table(read(asked.out))}"
+        entries = read(asked.out)
+        parts = mapping(everything), coverage(everything, entries), table(entries)
+        found = "\n".join(parts)
         asked.table.write_text(found, encoding="utf-8")
         return
     runs = [
