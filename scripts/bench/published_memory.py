@@ -31,6 +31,26 @@ BATCH = 32
 """Runs that are traced together: those of one device share a process, and its imports."""
 
 
+def microbatches(run: dict[str, Any]) -> tuple[int, int]:
+    """Microbatches of a rank in a step, and how many it needs at most to come to its peak.
+
+    Twice the stages fill every schedule of Megatron-LM's; its first and last microbatches are
+    special, so as many again are kept.
+    """
+    degrees, batch = run["parallelism"], run["batch"]
+    split = math.prod(degrees.get(name) or 1 for name in ("tp", "pp", "cp"))
+    own = batch["gbs"] * split // (batch["mbs"] * run["hardware"]["num_gpus"])
+    return own, 4 * (degrees.get("pp") or 1)
+
+
+def shortened(run: dict[str, Any]) -> dict[str, Any]:
+    """A run of the same peak with as few microbatches as are known to do."""
+    own, enough = microbatches(run)
+    if own <= enough:
+        return run
+    return {**run, "batch": {**run["batch"], "gbs": run["batch"]["gbs"] // own * enough}}
+
+
 def memory_key(run: dict[str, Any]) -> str:
     """Hash of all that shapes the peak of a run; more microbatches than fill the pipeline don't.
 
@@ -38,13 +58,10 @@ def memory_key(run: dict[str, Any]) -> str:
         validate.Skipped: the run has no program.
     """
     nearest = validate.nearest_program(run)
-    argv, degrees = list(nearest.argv), run["parallelism"]
+    argv = list(nearest.argv)
     at = argv.index("--global-batch-size")
-    full = 4 * (degrees.get("pp") or 1) * (degrees.get("vpp") or 1)
-    ranks = nearest.nodes * nearest.gpus_per_node
-    data = ranks // ((degrees["tp"] or 1) * (degrees["pp"] or 1) * (degrees.get("cp") or 1))
-    batches = int(argv.pop(at + 1)) // (run["batch"]["mbs"] * data)
-    what = [argv, nearest.emulations, nearest.accelerator, nearest.nodes, min(batches, full)]
+    del argv[at + 1]
+    what = [argv, nearest.emulations, nearest.accelerator, nearest.nodes, min(microbatches(run))]
     return hashlib.sha256(json.dumps(what).encode()).hexdigest()[:16]
 
 
@@ -59,15 +76,16 @@ def lines(
     """
     keys: dict[str, str | None] = {}
     first: dict[str, dict[str, Any]] = {}
+    found: dict[str, validate.Projected | str] = {}
     for run in batch:
         try:
             key = keys[run["id"]] = memory_key(run)
             if key not in known:
                 first.setdefault(key, run)
-        except validate.Skipped:  # it is said below, when the run is projected
-            keys[run["id"]] = None
-            first[run["id"]] = run
-    found = validate.project_runs(list(first.values()), lambda *_: None, 1)
+        except validate.Skipped as reason:
+            keys[run["id"]], found[run["id"]] = None, str(reason)
+    short = [shortened(run) for run in first.values()]
+    found |= validate.project_runs(short, lambda *_: None, 1)
     for run in batch:
         key = keys[run["id"]]
         entry = {"id": run["id"], "source": source(run)} | ({"key": key} if key else {})
@@ -269,10 +287,8 @@ def coverage(runs: list[dict[str, Any]], entries: list[dict[str, Any]]) -> str:
 
 def weights(run: dict[str, Any]) -> tuple[float, ...]:
     """As :func:`heaviness`, with microbatches of a rank in place of the global batch."""
-    tokens, gpus, batch = heaviness(run)
-    degrees = run["parallelism"]
-    split = math.prod(degrees.get(name) or 1 for name in ("tp", "pp", "cp"))
-    return tokens, gpus, -batch * split / (gpus * (run["batch"].get("mbs") or 1))
+    tokens, gpus, _ = heaviness(run)
+    return tokens, gpus, microbatches(run)[0]
 
 
 def main() -> None:
