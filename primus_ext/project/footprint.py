@@ -44,7 +44,7 @@ def footprint(
     Raises:
         ValueError: The trace has no events.
     """
-    replay, steps = _source(trace, rank, shape, sizes, workspaces)
+    replay, steps = source(trace, rank, shape, sizes, workspaces)
     device = Device(replay, config)
     device.run([replay.setup()])
     for number in range(steps):
@@ -61,10 +61,10 @@ def footprint(
     )
 
 
-def _source(
+def source(
     trace: RankTrace, rank: int, shape: Shape, sizes: Sequence[int], workspaces: tuple[int, int]
 ) -> tuple[Source, int]:
-    """What produces the events, and for how many steps."""
+    """What produces the events, and for how many steps; arguments as :func:`footprint`."""
     if trace.recorded_events:
         recorded = Recorded(trace, workspaces)
         return recorded, recorded.steps

@@ -7,10 +7,8 @@ from collections.abc import Sequence
 
 from primus_ext.project.allocator import OutOfMemoryError
 from primus_ext.project.allocator_config import AllocatorConfig
-from primus_ext.project.footprint import STEPS, Device, enough
+from primus_ext.project.footprint import Device, source
 from primus_ext.project.programs import Shape
-from primus_ext.project.replay import Replay
-from primus_ext.project.schedule import programs
 from primus_ext.trace import RankTrace
 
 
@@ -39,13 +37,12 @@ def squeeze(
 
     The other arguments are those of :func:`primus_ext.project.footprint.footprint`.
     """
-    short = enough(shape, rank)
-    replay = Replay(trace, rank, short, programs(short)[rank], sizes, workspaces)
+    replay, steps = source(trace, rank, shape, sizes, workspaces)
     device = Device(replay, config, room)
     before = 0
     try:
         device.run([replay.setup()])
-        for number in range(STEPS):
+        for number in range(steps):
             before = device.allocator.retries
             device.run(list(replay.step(first=number == 0)))
     except OutOfMemoryError as error:
