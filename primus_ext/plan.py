@@ -7,6 +7,7 @@ A :class:`Plan` is read from the framework's own objects after the framework val
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
 
@@ -109,6 +110,15 @@ class Model:
     moe_ffn_hidden_size: int = 0
     mtp_layers: int = 0
     framework_class: str = ""
+
+
+def is_sharded(flags: Mapping[str, Any]) -> bool:
+    """Whether the framework's settings ask for fully sharded data parallelism.
+
+    Args:
+        flags: A plan's, or all of Megatron's arguments by name.
+    """
+    return bool(flags.get("use_torch_fsdp2") or flags.get("use_megatron_fsdp"))
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -33,7 +33,8 @@ find_python312() {
 wanted_stamp() {
   # The folder stands in it because a moved or copied .venv holds scripts that start the old one.
   printf '%s\n' "$ROOT"
-  cat "$ROOT/pyproject.toml" "$ROOT/constraints.txt" | sha256sum
+  find "$ROOT" -maxdepth 1 -name "*.pth" | cat "$ROOT/pyproject.toml" "$ROOT/constraints.txt" - |
+    sha256sum
 }
 
 healthy() {

@@ -233,7 +233,7 @@ def _thd(r: random.Random, name: str) -> Call:
             (torch.randn(total, 2, 4), torch.randn(total, 2, 4), cu),
             {"first_half": "add", "second_half": "copy"}),
         "thd_out_correction": (
-            (torch.randn(total, 2, 4), step, lse, half, cu),
+            (torch.randn(total, 2, 4), step, lse - 0.5, lse, half, cu),
             {"only_second_half": True, "packed": packed}),
         "thd_second_half_lse_correction": ((lse, half, cu), {"packed": packed}),
         "thd_read_second_half_lse": (

@@ -16,7 +16,7 @@ from primus_ext.cluster_data import load_cluster
 from primus_ext.plan import Plan
 from primus_ext.project import compose, inflight, memory
 from primus_ext.project.allocator_config import AllocatorConfig
-from primus_ext.project.footprint import footprint
+from primus_ext.project.footprint import Replayed, footprint
 from primus_ext.project.replay import Replay, highest
 from primus_ext.project.schedule import programs
 from primus_ext.trace import RankTrace
@@ -152,8 +152,9 @@ def test_the_allocator_settings_of_the_command_count(two_stages: Recorded) -> No
     for rank, role in enumerate(projection.memory.per_role):
         library = (role.library_bytes // 2, role.library_bytes // 2)  # forward and backward alike
         config = AllocatorConfig(expandable_segments=True)
-        expected = footprint(stages[rank], rank, short, sizes, config, library)
-        classic = footprint(stages[rank], rank, short, sizes, AllocatorConfig(), library)
+        expected = footprint(Replayed(stages[rank], rank, short, sizes, config, library))
+        other = Replayed(stages[rank], rank, short, sizes, AllocatorConfig(), library)
+        classic = footprint(other)
         assert role.allocator_bytes == expected.reserved_bytes != classic.reserved_bytes
         assert role.reserved_bytes == expected.reserved_bytes + sum(role.outside.values())
         assert role.allocated_bytes is not None

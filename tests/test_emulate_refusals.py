@@ -18,10 +18,12 @@ MODEL = (
     ("args", "request_keys", "words"),
     [
         ("--cuda-graph-impl local", {}, "cuda_graph_impl=local can't be projected"),
+        ("--optimizer-cuda-graph", {}, "optimizer_cuda_graph=True can't be projected"),
         ("--attention-backend flash --context-parallel-size 2", {},
          "attention_backend=flash with context_parallel_size=2 can't be projected"),
         ("--attention-backend local", {}, "attention_backend=local is no choice"),
-        ("--sft", {}, "sft=True can't be projected"),
+        ("--sft --hybrid-layer-pattern M*M*", {},
+         "sft=True with hybrid_layer_pattern=M*M* can't be projected"),
         ("--position-embedding-type mrope --mrope-section 2 3 3", {},
          "position_embedding_type=mrope can't be projected"),
         ("--optimizer sgd", {}, "Only Adam"),

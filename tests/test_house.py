@@ -277,7 +277,9 @@ def test_the_wheel_ships_code_types_plugins_and_configuration(wheel: Path):
     assert expected - shipped == set()
     assert "hydra_plugins/__init__.py" not in shipped
     tops = {name.split("/")[0] for name in shipped}
-    assert {t for t in tops if not t.endswith(".dist-info")} == {"primus_ext", "hydra_plugins"}
+    beside = {t for t in tops if not t.endswith((".dist-info", ".data"))}
+    assert beside == {"primus_ext", "hydra_plugins"}
+    assert any(name.endswith("/primus_ext_startup.pth") for name in shipped)
 
 
 ASK = """

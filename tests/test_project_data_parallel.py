@@ -96,6 +96,20 @@ def test_the_first_gather_is_waited_for_and_the_next_ones_hide() -> None:
     assert dp.first_forward_waits(buckets, [2.0], overlap=False) == [0.0]
 
 
+def test_interleaved_chunks_are_gathered_behind_the_chunk_before() -> None:
+    """Megatron gathers chunks 0 and 1 at the start, chunk k + 1 when chunk k is begun."""
+    shape = Shape(pp=2, vpp=3, microbatches=4)
+    job = dataclasses.replace(
+        job_plan(), parallelism=dataclasses.replace(job_plan().parallelism,
+                                                    overlap_param_gather=True))  # fmt: skip
+    own = [bucket(1.0, 0, 3.0, chunk=0), bucket(1.0, 0, 3.0, chunk=1), bucket(1.0, 0, 5.0, chunk=2)]
+    waits = dp.first_waits(job, shape, [own, own], [[2.0, 2.0, 2.0]] * 2)
+    # two microbatches of the chunk before hide 4 seconds; the second rank waits for nothing more
+    assert waits == [[3.0, 0.0, 1.0], [0.0, 0.0, 0.0]]
+    free = dataclasses.replace(job, flags={**job.flags, "align_param_gather": False})
+    assert dp.first_waits(free, shape, [own, own], [[2.0, 2.0, 2.0]] * 2) == [[3.0, 3.0, 5.0]] * 2
+
+
 def test_buckets_are_priced_on_their_own_group() -> None:
     job = Job(tp=8, dp=4)
     cost = CostModel(load_cluster("h100", 4, 8))

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from primus_ext.cluster_data import load_cluster
 from primus_ext.project import inflight, memory, tight
 from primus_ext.project.allocator_config import AllocatorConfig, parse
-from primus_ext.project.footprint import enough, footprint
+from primus_ext.project.footprint import Replayed, enough, footprint
 from primus_ext.project.programs import Shape
 from primus_ext.project.recorded import Recorded
 from primus_ext.project.replay import Replay, highest
@@ -180,10 +180,11 @@ def test_a_footprint_holds_the_tensors(
 ) -> None:
     shape, rank, trace = drawn
     sizes = [UNIT] * (shape.stages - 1)
-    found = footprint(trace, rank, inflight.steady(shape), sizes, parse(text))
+    asked = Replayed(trace, rank, inflight.steady(shape), sizes, parse(text))
+    found = footprint(asked)
     peak = expected(shape, rank, trace)
     assert found.reserved_bytes >= found.allocated_bytes >= peak
-    assert found == footprint(trace, rank, inflight.steady(shape), sizes, parse(text))
+    assert found == footprint(asked)
     highest_point = max(sum(point[1:]) for point in found.timeline.points)
     assert highest_point == peak
     assert len(found.timeline.points) <= 2000
@@ -224,8 +225,9 @@ def test_every_step_ends_as_it_began(drawn: tuple[Shape, int, RankTrace]) -> Non
 def test_blas_workspaces_are_allocated_but_are_no_tensors() -> None:
     shape = Shape(pp=1, microbatches=2)
     trace = stage(shape, 0, [[4]])
-    without = footprint(trace, 0, shape, [], AllocatorConfig())
-    found = footprint(trace, 0, shape, [], AllocatorConfig(), (32 * MIB, 32 * MIB))
+    asked = Replayed(trace, 0, shape, [], AllocatorConfig())
+    without = footprint(asked)
+    found = footprint(dataclasses.replace(asked, workspaces=(32 * MIB, 32 * MIB)))
     assert found.allocated_bytes - without.allocated_bytes == 64 * MIB
 
 
@@ -253,28 +255,28 @@ def test_a_device_as_large_as_what_is_reserved_is_enough(
     drawn: tuple[Shape, int, RankTrace]
 ) -> None:
     shape, rank, trace = drawn
-    asked = (trace, rank, inflight.steady(shape), [UNIT] * (shape.stages - 1))
-    config = AllocatorConfig()
-    found = footprint(*asked, config)
-    plain = tight.squeeze(*asked, config, (0, 0), found.reserved_bytes)
+    sizes = [UNIT] * (shape.stages - 1)
+    asked = Replayed(trace, rank, inflight.steady(shape), sizes, AllocatorConfig())
+    found = footprint(asked)
+    plain = tight.squeeze(asked, found.reserved_bytes)
     assert (plain.retries, plain.refused) == (0, 0)
     assert plain.reserved_bytes == found.reserved_bytes
-    less = tight.squeeze(*asked, config, (0, 0), expected(shape, rank, trace) - 1)
+    less = tight.squeeze(asked, expected(shape, rank, trace) - 1)
     assert less.refused > 0
     between = found.reserved_bytes - 2 * MIB
     if between >= expected(shape, rank, trace):
-        squeezed = tight.squeeze(*asked, config, (0, 0), between)
+        squeezed = tight.squeeze(asked, between)
         assert squeezed.refused or squeezed.reserved_bytes <= between
 
 
 def test_what_is_said_of_a_rank_at_risk() -> None:
     shape = Shape(pp=1, microbatches=2)
     trace = stage(shape, 0, [[60, 30, 60]])
-    asked = (trace, 0, shape, [])
-    peak, reserved = expected(shape, 0, trace), footprint(*asked, AllocatorConfig()).reserved_bytes
+    asked = Replayed(trace, 0, shape, [], AllocatorConfig())
+    peak, reserved = expected(shape, 0, trace), footprint(asked).reserved_bytes
     assert reserved > peak
     said = {
-        tight.sentence(*asked, config, (0, 0), room)
+        tight.sentence(dataclasses.replace(asked, config=config), room)
         for room in range(peak, reserved, MIB)
         for config in (AllocatorConfig(), parse("expandable_segments:True"))
     }
@@ -320,10 +322,12 @@ def test_steps_as_recorded_need_no_schedule() -> None:
     )
     assert highest(Recorded(recorded), 2) == 240 * MIB
     shape, config = Shape(pp=1, microbatches=3), parse("")
-    found = footprint(recorded, 0, shape, [], config, (8 * MIB, 8 * MIB))
+    of = Replayed(recorded, 0, shape, [], config, (8 * MIB, 8 * MIB))
+    found = footprint(of)
     assert found.tensor_bytes == 256 * MIB == found.allocated_bytes
     # The first step's block of 60 MiB serves neither the other stream nor 80 MiB; 2 x 8 share 20.
     assert found.reserved_bytes == (100 + 20 + 60 + 60 + 80) * MIB
-    squeezed = tight.squeeze(recorded, 0, shape, [], config, (0, 0), 250 * MIB)
+    of = dataclasses.replace(of, workspaces=(0, 0))
+    squeezed = tight.squeeze(of, 250 * MIB)
     assert squeezed.refused == 0 and squeezed.retries == 1  # 60 MiB are given back
-    assert tight.squeeze(recorded, 0, shape, [], config, (0, 0), 239 * MIB).refused == 80 * MIB
+    assert tight.squeeze(of, 239 * MIB).refused == 80 * MIB

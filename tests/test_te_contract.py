@@ -2,68 +2,32 @@
 
 from __future__ import annotations
 
-import ast
-import importlib.util
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from primus_ext.emulate.te import module, names
+from primus_ext.emulate.te import mentions, module, names
 from tests import te_world
 
-MODULE = "transformer_engine_torch"
 NEVER_THERE = {"LayerNorm"}
 """``onnx_extensions.py`` names it; the real extension does not have it either."""
 
 
-def _attribute(node: ast.AST) -> tuple[str, list[str]]:
-    """The name at the root of a chain of attributes, and the attributes."""
-    chain: list[str] = []
-    while isinstance(node, ast.Attribute):
-        chain.insert(0, node.attr)
-        node = node.value
-    return (node.id if isinstance(node, ast.Name) else ""), chain
-
-
-def _mentions(tree: ast.AST) -> Iterator[str]:
-    """Dotted names that one file takes from the extension."""
-    aliases = {
-        item.asname or item.name
-        for node in ast.walk(tree) if isinstance(node, ast.Import)
-        for item in node.names if item.name == MODULE
-    }  # fmt: skip
-    for node in ast.walk(tree):
-        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith(MODULE):
-            inside = (node.module or "").removeprefix(MODULE).lstrip(".")
-            yield from (f"{inside}.{i.name}".lstrip(".") for i in node.names if i.name != "*")
-        root, chain = _attribute(node)
-        if chain and root in aliases:
-            yield ".".join(chain)
-
-
 @pytest.fixture(scope="module")
-def mentioned() -> set[str]:
-    spec = importlib.util.find_spec("transformer_engine")
-    assert spec is not None and spec.submodule_search_locations
-    root = Path(next(iter(spec.submodule_search_locations)))
-    files = [p for sub in ("pytorch", "common", "debug") for p in (root / sub).rglob("*.py")]
-    assert len(files) > 100
-    return {name for path in files for name in _mentions(ast.parse(path.read_text()))}
+def mentioned() -> frozenset[str]:
+    return mentions.mentioned()
 
 
-def test_every_name_that_transformer_engine_mentions_exists(mentioned: set[str]) -> None:
-    stand_in, missing = module.build(), set()
+def test_every_name_that_transformer_engine_mentions_exists(mentioned: frozenset[str]) -> None:
     assert len(mentioned) > 150
-    for name in mentioned:
-        value: Any = stand_in
-        for part in name.split("."):
-            if not hasattr(value, part):
-                missing.add(name)
-                break
-            value = getattr(value, part)
-    assert missing == NEVER_THERE
+    assert mentions.lacking(module.build()) == NEVER_THERE
+
+
+def test_every_call_of_transformer_engine_fits_the_function_that_stands_for_it() -> None:
+    stand_in = module.build()
+    assert mentions.misfits(stand_in) == set()
+    setattr(stand_in, "thd_out_correction", lambda out, step, lse, cu: None)
+    assert {line.split()[1] for line in mentions.misfits(stand_in)} == {"thd_out_correction"}
 
 
 WITHOUT_BODY = {

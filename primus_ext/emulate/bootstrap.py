@@ -15,6 +15,7 @@ import traceback
 from pathlib import Path
 from typing import Any, NoReturn
 
+from primus_ext.emulate import releases
 from primus_ext.emulate import session as sessions
 
 
@@ -62,6 +63,7 @@ def answer(request: dict[str, Any], installed: bool = False) -> NoReturn:
         if isinstance(error, TrainingAttempted):
             session.fail(sessions.EXIT_CONFIG, str(error))
         traceback.print_exc()
+        _judge_releases(session, error)
         if isinstance(error, sessions.JUDGEMENTS) and sessions.raised_by_framework(error):
             refusal = f"the framework refuses this job: {sessions.first_line(error)}"
             session.fail(sessions.EXIT_CONFIG, refusal)
@@ -76,10 +78,22 @@ def answer(request: dict[str, Any], installed: bool = False) -> NoReturn:
     )
 
 
+def _judge_releases(session: sessions.Session, error: BaseException) -> None:
+    """Leave with the reason behind ``error`` where a framework is missing or another release."""
+    chain: list[BaseException] = [error]
+    while (before := chain[-1].__cause__ or chain[-1].__context__) is not None:
+        chain.append(before)
+    missing = any(isinstance(one, ImportError) for one in chain)
+    unfit = releases.problem(missing=missing)
+    if unfit is not None and not releases.allowed():
+        session.fail(sessions.EXIT_CONFIG, unfit)
+
+
 def _left(session: sessions.Session, leaving: SystemExit) -> None:
     code = leaving.code
     if code in (0, None):
         return
+    _judge_releases(session, leaving)
     if isinstance(code, str):
         session.fail(sessions.EXIT_CONFIG, code)
     if code == sessions.EXIT_CONFIG and leaving.__cause__ is not None:

@@ -30,6 +30,10 @@ def host_values() -> Iterator[None]:
 class HostTensor(torch.Tensor):
     """A real tensor whose operations stay real."""
 
+    memory: torch.Tensor | None = None
+    """Without values: what it takes of the device, for as long as it or a view of it lives.  What
+    is computed from a tensor that has it takes memory as well."""
+
     @classmethod
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
@@ -39,7 +43,12 @@ class HostTensor(torch.Tensor):
             args, named = tree_map_only(HostTensor, _plain, (args, dict(kwargs or {})))
             return func(*args, **named)
         with host_values():
-            return super().__torch_function__(func, types, args, kwargs or {})
+            result = super().__torch_function__(func, types, args, kwargs or {})
+        sources = [t for t in tree_iter(args) if isinstance(t, HostTensor) and t.memory is not None]
+        for made in tree_iter(result) if sources else ():
+            if isinstance(made, HostTensor) and made.memory is None:
+                made.memory = _memory_of(made, sources)
+        return result
 
 
 def _on_device(value: Any) -> bool:
@@ -55,9 +64,26 @@ def _plain(value: torch.Tensor) -> torch.Tensor:
         return value.as_subclass(torch.Tensor)
 
 
-def keep(value: torch.Tensor) -> torch.Tensor:
-    """The same tensor, with operations that stay real."""
-    return value.as_subclass(HostTensor)
+def _memory_of(made: HostTensor, sources: list[HostTensor]) -> torch.Tensor | None:
+    """That of the tensor of which ``made`` is a view, else as much as ``made`` takes."""
+    with torch._C.DisableTorchFunctionSubclass():
+        place = made.untyped_storage().data_ptr()
+        for source in sources:
+            if source.untyped_storage().data_ptr() == place:
+                return source.memory
+    return torch.empty(made.shape, dtype=made.dtype)
+
+
+def keep(value: torch.Tensor, memory: torch.Tensor | None = None) -> torch.Tensor:
+    """The same tensor, with operations that stay real.
+
+    Args:
+        value: A real tensor.
+        memory: A tensor without values that is kept as long as it: what it takes of the device.
+    """
+    kept = value.as_subclass(HostTensor)
+    kept.memory = memory
+    return kept
 
 
 def on_host(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -45,6 +45,7 @@ class Patch:
 _patches: dict[str, Patch] = {}
 _applied: set[str] = set()
 _waiting: dict[str, list[Patch]] = {}
+_inspect: Callable[[Patch, ModuleType], bool] | None = None
 
 
 def patch(
@@ -79,6 +80,12 @@ def registered(group: str | None = None) -> tuple[Patch, ...]:
 def is_applied(name: str) -> bool:
     """Whether the patch of that name was applied in this process."""
     return name in _applied
+
+
+def inspect_with(inspector: Callable[[Patch, ModuleType], bool]) -> None:
+    """Show every patch and its module to ``inspector`` first; where it says no, leave it out."""
+    global _inspect
+    _inspect = inspector
 
 
 def apply_all(group: str) -> None:
@@ -116,6 +123,8 @@ def verify(item: Patch, module: ModuleType) -> None:
 
 def _apply(item: Patch, module: ModuleType) -> None:
     if item.name in _applied:
+        return
+    if _inspect is not None and not _inspect(item, module):
         return
     verify(item, module)
     item.apply(module)

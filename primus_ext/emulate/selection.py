@@ -14,6 +14,18 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
 _known: list[int] = []
+_next: list[int] = []
+
+
+@contextlib.contextmanager
+def reading(*values: int) -> Iterator[None]:
+    """Integers that the host reads inside are these, one after the other."""
+    before = _next.copy()
+    _next[:] = values
+    try:
+        yield
+    finally:
+        _next[:] = before
 
 
 @contextlib.contextmanager
@@ -28,9 +40,14 @@ def selecting(count: int) -> Iterator[None]:
 
 def shaped(func: Any, args: tuple) -> torch.Tensor | int | None:
     """Result of an operation whose shape or value is the known count; None for any other."""
-    if not _known or not args or not isinstance(args[0], FakeTensor):
+    if not args or not isinstance(args[0], FakeTensor):
         return None
-    source, count = args[0], _known[-1]
+    source = args[0]
+    if _next and func is torch.ops.aten._local_scalar_dense.default:
+        return _next.pop(0)
+    if not _known:
+        return None
+    count = _known[-1]
     if func is torch.ops.aten._local_scalar_dense.default and not source.dtype.is_floating_point:
         return count
     if func is torch.ops.aten.masked_select.default:

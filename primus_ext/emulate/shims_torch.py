@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from primus_ext.emulate import shims_host, virtual_cuda
+from primus_ext.emulate import shims_host
+from primus_ext.emulate.device_profile import require_device
 from primus_ext.emulate.registry import patch
 from primus_ext.emulate.shims_stream import (
     COMPUTE,
@@ -29,13 +30,6 @@ from primus_ext.observe import recorder
 
 _TORCH = "torch 2.4 to 2.14"
 CPU = torch.device("cpu")
-
-
-def _profile() -> virtual_cuda.DeviceProfile:
-    device = virtual_cuda.installed_device()
-    if device is None:
-        raise RuntimeError("no virtual device is installed")
-    return device
 
 
 def _nothing() -> Callable[..., None]:
@@ -61,7 +55,7 @@ _DEVICE = (
 @patch("torch.cuda", *_DEVICE, group="accelerator", versions=_TORCH,
        reason="device queries reach for the driver; their answers decide what frameworks allow")
 def _device_queries(module: Any) -> None:
-    profile = _profile()
+    profile = require_device()
     major, minor = profile.compute_capability
     properties = types.SimpleNamespace(
         name=profile.name,
@@ -120,7 +114,7 @@ _MEMORY = (
 @patch("torch.cuda", *_MEMORY, group="accelerator", versions=_TORCH,
        reason="there is no caching allocator: its statistics are zero")
 def _memory(module: Any) -> None:
-    total = _profile().total_memory
+    total = require_device().total_memory
     zero = {name: (lambda device=None: 0) for name in _MEMORY if name != "memory_stats"}
     _replace(module, **zero)
     _replace(
@@ -145,7 +139,7 @@ class _Generators:
         return torch.default_generator
 
     def __len__(self) -> int:
-        return _profile().device_count
+        return require_device().device_count
 
 
 def _ignore(_value: object) -> None:

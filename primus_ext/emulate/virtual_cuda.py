@@ -16,37 +16,14 @@ caching allocator (all zero).
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import os
 import sys
 
-from primus_ext.emulate import registry
+from primus_ext.emulate import device_profile, registry
+from primus_ext.emulate.device_profile import DeviceProfile, installed_device
 
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class DeviceProfile:
-    """What ``torch.cuda`` says about the device."""
-
-    name: str
-    compute_capability: tuple[int, int]
-    """As ``torch.cuda.get_device_capability`` returns it; frameworks decide by it."""
-    total_memory: int
-    """Bytes."""
-    multi_processor_count: int
-    """SMs or CUs."""
-    device_count: int
-    """Devices that a process sees (of one node)."""
-    warp_size: int = 32
-    """Threads that run in lockstep: 32 on NVIDIA, 64 on AMD Instinct."""
-
-
-_device: DeviceProfile | None = None
-
-
-def installed_device() -> DeviceProfile | None:
-    """The virtual device of this process, None where none is installed."""
-    return _device
+__all__ = ["DeviceProfile", "enable_cpu_training", "install", "installed_device"]
 
 
 def install(device: DeviceProfile) -> None:
@@ -62,18 +39,18 @@ def install(device: DeviceProfile) -> None:
         RuntimeError: If Megatron is imported already (it decides at its import what it runs on),
             or if another device is installed.
     """
-    global _device
-    if _device is not None:
-        if _device != device:
+    present = installed_device()
+    if present is not None:
+        if present != device:
             raise RuntimeError(
-                f"virtual device {_device.name!r} is installed; a process has one, "
+                f"virtual device {present.name!r} is installed; a process has one, "
                 f"so {device.name!r} can't be"
             )
         return
     if "megatron.core" in sys.modules:
         raise RuntimeError("the virtual device must be installed before megatron is imported")
     os.environ["TORCHDYNAMO_DISABLE"] = "1"
-    _device = device
+    device_profile.set_device(device)
     logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)  # misses CUDA
     from primus_ext.emulate import shims_sharded, shims_torch  # noqa: F401  (declare)
 
@@ -94,7 +71,7 @@ def enable_cpu_training() -> bool:
     """
     import torch
 
-    if torch.cuda.is_available() or _device is not None:
+    if torch.cuda.is_available() or installed_device() is not None:
         return False
     for key, value in (
         ("CUDA_DEVICE_MAX_CONNECTIONS", "1"),  # Megatron demands it for tp, cp on capability < 10

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from primus_ext.cluster import Cluster
-from primus_ext.plan import Plan
+from primus_ext.plan import Plan, is_sharded
 from primus_ext.project import allocator_config, stage
 from primus_ext.project.footprint import replayable
 from primus_ext.project.memory import SLACK
@@ -43,6 +43,10 @@ def not_modelled(plan: Plan, stages: Sequence[RankTrace], cluster: Cluster) -> t
             if plan.flags.get("recorded_routing")
             else "imbalance between experts: every expert gets the same number of tokens"
         )
+    if plan.flags.get("sft") or plan.flags.get("dataloader_inter_document_masking"):
+        lines.append(
+            "lengths of packed documents: each fills its sequence, shorter ones need less attention"
+        )
     if plan.flags.get("moe_shared_expert_overlap"):
         lines.append("the backward of shared experts beside the dispatch: counted as not hidden")
     if plan.flags.get("overlap_moe_expert_parallel_comm"):
@@ -55,9 +59,8 @@ def not_modelled(plan: Plan, stages: Sequence[RankTrace], cluster: Cluster) -> t
         lines.append("delay_wgrad_compute: memory that delayed weight gradients hold")
     if plan.flags.get("tp_comm_overlap"):
         lines.append("tp_comm_overlap: tensor-parallel communication is counted as not hidden")
-    sharded = plan.flags.get("use_megatron_fsdp") or plan.flags.get("use_torch_fsdp2")
     instances = int(plan.flags.get("num_distributed_optimizer_instances", 1) or 1)
-    if instances > 1 and not sharded:
+    if instances > 1 and not is_sharded(plan.flags):
         lines.append("several distributed-optimizer instances: priced as one")
     if plan.flags.get("cuda_graph_impl") not in (None, "", "none"):
         lines.append("CUDA graphs")

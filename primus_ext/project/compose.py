@@ -229,11 +229,7 @@ class _Step:
         self._buckets = [known[id(stages[r])][1] for r in ranks]
         self._forward = [[c.forward.seconds for c in t.chunks] for t in self._times]
         self._backward = [[c.backward.seconds for c in t.chunks] for t in self._times]
-        overlap = plan.parallelism.overlap_param_gather
-        self._first = [
-            data_parallel.first_forward_waits(self._buckets[r], self._forward[r], overlap)
-            for r in ranks
-        ]
+        self._first = data_parallel.first_waits(plan, shape, self._buckets, self._forward)
         self._boundary = self._boundary_seconds()
         self.timeline: Timeline
         self._simulated, self.timeline = simulate_repeating(

@@ -96,6 +96,43 @@ def first_forward_waits(
     return waits
 
 
+def first_waits(
+    plan: Plan,
+    shape: Shape,
+    buckets: Sequence[Sequence[BucketTimes]],
+    forward: Sequence[Sequence[float]],
+) -> list[list[float]]:
+    """Seconds that the first forward of each chunk waits for parameters, by pipeline rank.
+
+    With interleaving and ``align_param_gather`` (Megatron's default) every rank gathers its first
+    two chunks at the start of the step, and each later one when the chunk before it is begun: the
+    forwards of a whole group of microbatches hide it (``param_sync_func`` in Megatron-Core 0.19,
+    ``pipeline_parallel/schedules.py``).
+
+    Args:
+        plan: The job.
+        shape: Its schedule.
+        buckets: Of each pipeline rank.
+        forward: Seconds of a forward, by pipeline rank and chunk.
+    """
+    overlap = plan.parallelism.overlap_param_gather
+    alone = [
+        first_forward_waits(own, times, overlap)
+        for own, times in zip(buckets, forward, strict=True)
+    ]
+    if shape.vpp == 1 or not plan.flags.get("align_param_gather", True):
+        return alone
+    waits = []
+    for rank, (own, times) in enumerate(zip(alone, forward, strict=True)):
+        hidden = [0.0, *(shape.group_size * seconds for seconds in times[:-1])]
+        late = [max(0.0, wait - beside) for wait, beside in zip(own, hidden, strict=True)]
+        if rank:  # what the first rank waited for is there when its work arrives here
+            arrival = rank * times[0]
+            late = [max(0.0, w - f - arrival) for w, f in zip(late, waits[0], strict=True)]
+        waits.append(late)
+    return waits
+
+
 def reduced_at(
     plan: Plan,
     shape: Shape,

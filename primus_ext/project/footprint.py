@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections import Counter
 from collections.abc import Sequence
 
@@ -22,32 +23,53 @@ MOST_ALLOCATIONS = 20
 _STATIC = frozenset({"parameters", "gradients", "optimizer", "workspaces"})
 
 
-def footprint(
-    trace: RankTrace,
-    rank: int,
-    shape: Shape,
-    sizes: Sequence[int],
-    config: AllocatorConfig,
-    workspaces: tuple[int, int] = (0, 0),
-) -> Footprint:
-    """Allocate and free as the rank does, from its setup through a few steps.
+@dataclasses.dataclass(frozen=True, slots=True)
+class Replayed:
+    """What one rank allocates and frees, and the settings of the allocator that serves it."""
 
-    Args:
-        trace: Of the rank, with its events.
-        rank: Pipeline rank.
-        shape: The schedule, shortened.
-        sizes: Bytes that cross each boundary between stages.
-        config: Settings of the allocator.
-        workspaces: Bytes that the BLAS library takes from the allocator in the first forward and
-            in the first backward.
+    trace: RankTrace
+    """Of the rank, with its events."""
+    rank: int
+    """Pipeline rank."""
+    shape: Shape
+    """The schedule, shortened."""
+    sizes: Sequence[int]
+    """Bytes that cross each boundary between stages."""
+    config: AllocatorConfig
+    """Settings of the allocator."""
+    workspaces: tuple[int, int] = (0, 0)
+    """Bytes that the BLAS library takes from the allocator in the first forward and in the first
+    backward."""
+
+    @property
+    def steps(self) -> int:
+        """How many steps to replay."""
+        recorded = self.trace.recorded_events
+        return len(recorded) - 1 if recorded else STEPS
+
+    def replay(self) -> Source:
+        """A new replay, at its beginning; of the steps as they were recorded, where they were.
+
+        Raises:
+            ValueError: The trace has no events.
+        """
+        if self.trace.recorded_events:
+            return Recorded(self.trace, self.workspaces)
+        short = enough(self.shape, self.rank)
+        program = programs(short)[self.rank]
+        return Replay(self.trace, self.rank, short, program, self.sizes, self.workspaces)
+
+
+def footprint(of: Replayed) -> Footprint:
+    """Allocate and free as the rank does, from its setup through a few steps.
 
     Raises:
         ValueError: The trace has no events.
     """
-    replay, steps = source(trace, rank, shape, sizes, workspaces)
-    device = Device(replay, config)
+    replay = of.replay()
+    device = Device(replay, of.config)
     device.run([replay.setup()])
-    for number in range(steps):
+    for number in range(of.steps):
         live = device.live()
         pieces = list(replay.step(first=number == 0))
         device.run(pieces)
@@ -59,17 +81,6 @@ def footprint(
         timeline=timeline,
         top_allocations=top,
     )
-
-
-def source(
-    trace: RankTrace, rank: int, shape: Shape, sizes: Sequence[int], workspaces: tuple[int, int]
-) -> tuple[Source, int]:
-    """What produces the events, and for how many steps; arguments as :func:`footprint`."""
-    if trace.recorded_events:
-        recorded = Recorded(trace, workspaces)
-        return recorded, recorded.steps
-    short = enough(shape, rank)
-    return Replay(trace, rank, short, programs(short)[rank], sizes, workspaces), STEPS
 
 
 def replayable(trace: RankTrace) -> bool:

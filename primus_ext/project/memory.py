@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from primus_ext.cluster import Cluster
 from primus_ext.plan import Plan
 from primus_ext.project import allocator_config, host, inflight, outside, sharded, tight
-from primus_ext.project.footprint import footprint, replayable
+from primus_ext.project.footprint import Replayed, footprint, replayable
 from primus_ext.project.programs import Shape
 from primus_ext.project.result import Memory, MemoryParts, RoleMemory
 from primus_ext.project.retained import Retained
@@ -91,7 +91,7 @@ def _role(
     found, replayed = None, None
     if replayable(trace):
         config = allocator_config.from_environment(plan.flags)
-        found = footprint(trace, rank, short, sizes, config, library)
+        found = footprint(Replayed(trace, rank, short, sizes, config, library))
         replayed = found.tensor_bytes - sum(library)
         if abs(replayed - peak) > AGREEMENT * peak:
             found = None
@@ -179,10 +179,10 @@ def _at_risk(
     trace, role = stages[rank], roles[rank]
     if role.allocator_bytes is None:
         return ()
-    text = tight.sentence(
+    replayed = Replayed(
         trace, rank, inflight.steady(shape), boundary_bytes(stages, shape),
         allocator_config.from_environment(plan.flags),
         outside.blas_workspaces(trace, cluster.accelerator, plan.flags),
-        capacity - sum(role.outside.values()),
     )  # fmt: skip
+    text = tight.sentence(replayed, capacity - sum(role.outside.values()))
     return (f"{role.role} would reserve more than the device has: {text}",)

@@ -159,16 +159,16 @@ class Rescheduled:
 
     def _durations(self) -> Durations:
         forward = [[ledger.seconds for ledger in row] for row in self._ahead]
-        overlap = self._overlaps and self.job.plan.parallelism.overlap_param_gather
+        waits = [[0.0 for _ in times] for times in forward]
+        if self._overlaps:
+            plan = self.job.plan
+            waits = data_parallel.first_waits(plan, self.shape, self._buckets, forward)
         return Durations(
             forward=forward,
             backward=[[ledger.seconds for ledger in row] for row in self._back],
             weight=[[sum(p.weight for p in parts) for parts in row] for row in self.chunks],
             boundary=self._boundary(),
-            first_forward=[
-                data_parallel.first_forward_waits(buckets, times, overlap)
-                for buckets, times in zip(self._buckets, forward, strict=True)
-            ],
+            first_forward=waits,
             pair=self._pairs() if self.schedule.pairs else None,
         )
 

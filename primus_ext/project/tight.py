@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
 
 from primus_ext.project.allocator import OutOfMemoryError
-from primus_ext.project.allocator_config import AllocatorConfig
-from primus_ext.project.footprint import Device, source
-from primus_ext.project.programs import Shape
-from primus_ext.trace import RankTrace
+from primus_ext.project.footprint import Device, Replayed
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,25 +20,14 @@ class Squeezed:
     reserved_bytes: int
 
 
-def squeeze(
-    trace: RankTrace,
-    rank: int,
-    shape: Shape,
-    sizes: Sequence[int],
-    config: AllocatorConfig,
-    workspaces: tuple[int, int],
-    room: int,
-) -> Squeezed:
-    """Replay a rank on a device that leaves ``room`` bytes to the allocator.
-
-    The other arguments are those of :func:`primus_ext.project.footprint.footprint`.
-    """
-    replay, steps = source(trace, rank, shape, sizes, workspaces)
-    device = Device(replay, config, room)
+def squeeze(of: Replayed, room: int) -> Squeezed:
+    """Replay a rank on a device that leaves ``room`` bytes to the allocator."""
+    replay = of.replay()
+    device = Device(replay, of.config, room)
     before = 0
     try:
         device.run([replay.setup()])
-        for number in range(steps):
+        for number in range(of.steps):
             before = device.allocator.retries
             device.run(list(replay.step(first=number == 0)))
     except OutOfMemoryError as error:
@@ -56,18 +41,9 @@ def squeeze(
     )  # fmt: skip
 
 
-def sentence(
-    trace: RankTrace,
-    rank: int,
-    shape: Shape,
-    sizes: Sequence[int],
-    config: AllocatorConfig,
-    workspaces: tuple[int, int],
-    room: int,
-) -> str:
+def sentence(of: Replayed, room: int) -> str:
     """What a person should know of it; arguments as :func:`squeeze`."""
-    asked = (trace, rank, shape, sizes)
-    found = squeeze(*asked, config, workspaces, room)
+    found = squeeze(of, room)
     mib = 2**20
     if found.refused:
         text = (
@@ -80,9 +56,9 @@ def sentence(
         )
     else:
         text = "it runs once the allocator has given unused segments back"
-    if config.expandable_segments:
+    if of.config.expandable_segments:
         return text
-    other = dataclasses.replace(config, expandable_segments=True)
-    if squeeze(*asked, other, workspaces, room).refused:
+    other = dataclasses.replace(of.config, expandable_segments=True)
+    if squeeze(dataclasses.replace(of, config=other), room).refused:
         return f"{text}; expandable_segments:True does not help"
     return f"{text}; with PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True it fits"

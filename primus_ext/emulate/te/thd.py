@@ -109,35 +109,40 @@ def thd_read_second_half_lse(
 
 
 @define(
-    "thd_out_correction(Tensor(a!) out, Tensor out_per_step, Tensor lse, Tensor lse_per_step, "
-    "Tensor cu_seqlens, *, bool only_second_half, bool packed) -> ()",
+    "thd_out_correction(Tensor(a!) out, Tensor out_per_step, Tensor old_lse, Tensor lse, "
+    "Tensor lse_per_step, Tensor cu_seqlens, *, bool only_second_half, bool packed) -> ()",
     fake=nothing,
 )
 def _out_correction(
-    out: torch.Tensor, per_step: torch.Tensor, lse: torch.Tensor, lse_per_step: torch.Tensor,
-    cu_seqlens: torch.Tensor, *, only_second_half: bool, packed: bool,
+    out: torch.Tensor, per_step: torch.Tensor, old_lse: torch.Tensor, lse: torch.Tensor,
+    lse_per_step: torch.Tensor, cu_seqlens: torch.Tensor, *, only_second_half: bool, packed: bool,
 ) -> None:
     half = int(only_second_half)
     for i, (start, end) in enumerate(_spans(cu_seqlens, 1 + half)):
         length, shift = end - start, half * end
-        whole = lse if packed else lse[i]
-        step = lse_per_step if packed else lse_per_step[i]
+        old, whole, step = (x if packed else x[i] for x in (old_lse, lse, lse_per_step))
         at = start + shift if packed else half * length
         at_step = start if packed else 0
-        weight = (step[:, at_step : at_step + length] - whole[:, at : at + length]).exp()
-        part = per_step[start:end].float() * weight.t()[..., None]
-        out[start + shift : end + shift] += part.to(out.dtype)
+        merged = whole[:, at : at + length]
+        kept = (old[:, at : at + length] - merged).exp().t()[..., None]
+        added = (step[:, at_step : at_step + length] - merged).exp().t()[..., None]
+        target = out[start + shift : end + shift]
+        target.copy_(target.float() * kept + per_step[start:end].float() * added)
 
 
 @binding()
 def thd_out_correction(
-    out: torch.Tensor, out_per_step: torch.Tensor, lse: torch.Tensor, lse_per_step: torch.Tensor,
-    cu_seqlens: torch.Tensor, only_second_half: bool, lse_packed: bool,
+    out: torch.Tensor, out_per_step: torch.Tensor, old_lse: torch.Tensor, lse: torch.Tensor,
+    lse_per_step: torch.Tensor, cu_seqlens: torch.Tensor, only_second_half: bool, lse_packed: bool,
 ) -> None:
-    """Add a step's output [t, h, d], weighted by its share of the softmax."""
+    """Add a step's output [t, h, d], both weighted by their shares of the softmax.
+
+    Its Python equivalent is ``flash_attn_fwd_incremental_out_correction`` (``context_parallel.py``,
+    2.20.2).
+    """
     _out_correction(
-        out, out_per_step, lse, lse_per_step, cu_seqlens, only_second_half=only_second_half,
-        packed=lse_packed,
+        out, out_per_step, old_lse, lse, lse_per_step, cu_seqlens,
+        only_second_half=only_second_half, packed=lse_packed,
     )  # fmt: skip
 
 

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import inspect
 import traceback
 from collections.abc import Callable
 from typing import Any
 
-from primus_ext.emulate import no_te, registry, session
+from primus_ext.emulate import no_te, registry, releases, session
 from primus_ext.frameworks.megatron import (  # noqa: F401  (declare)
     chunk_sort,
     fsdp_patches,
     offloading,
+    packed,
     patches,
     routing,
     shapes,
@@ -20,8 +20,6 @@ from primus_ext.frameworks.megatron import (  # noqa: F401  (declare)
     world_patches,
 )
 from primus_ext.trace import RankTrace, to_plain
-
-SUPPORTED = ("0.19",)
 
 
 def install() -> None:
@@ -36,15 +34,14 @@ def install() -> None:
                 versions="megatron-core 0.19",
                 reason="the entry point: arguments are validated, nothing has been built yet")
 def _pretrain(module: Any) -> None:
-    version = importlib.metadata.version("megatron-core")
     original = module.pretrain
 
     def pretrain(*args: Any, **kwargs: Any) -> None:
-        if not version.startswith(SUPPORTED):
-            session.current().fail(
-                session.EXIT_CONFIG,
-                f"megatron-core {version} is not supported; supported: {', '.join(SUPPORTED)}",
-            )
+        unfit = releases.problem()
+        if unfit is not None and not releases.allowed():
+            session.current().fail(session.EXIT_CONFIG, unfit)
+        if unfit is not None:
+            session.current().warnings.append(unfit)
         project(original, inspect.signature(original).bind(*args, **kwargs))
 
     module.pretrain = pretrain

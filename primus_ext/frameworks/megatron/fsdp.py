@@ -30,11 +30,6 @@ from primus_ext.trace import (
 )
 
 
-def is_sharded(args: Any) -> bool:
-    """Whether Megatron's arguments ask for fully sharded data parallelism."""
-    return bool(args.use_torch_fsdp2 or args.use_megatron_fsdp)
-
-
 def record(
     recorder: Recorder, rank: int, training: inspect.BoundArguments, pp_ranks: tuple[int, ...]
 ) -> RankTrace:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_iter
 
-from primus_ext.frameworks.megatron import offloading, plans, roles
+from primus_ext.frameworks.megatron import offloading, packed, plans, roles
 from primus_ext.frameworks.megatron.real_values import fill
 from primus_ext.observe.allocations import Log
 from primus_ext.observe.recorder import LiveBytes, Recorder
@@ -31,6 +31,7 @@ def batches(args: Any) -> Iterator[dict[str, torch.Tensor]]:
             "labels": fill(torch.empty(shape, dtype=torch.int64), args.padded_vocab_size),
             "loss_mask": fill(torch.empty(shape, dtype=torch.float32)),
             "position_ids": fill(torch.empty(shape, dtype=torch.int64), args.seq_length),
+            **packed.documents(args),
         }
 
 

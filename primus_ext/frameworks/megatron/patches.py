@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import functools
-import os
 from collections.abc import Iterator
 from typing import Any
 
-from primus_ext.emulate import fused, session
+from primus_ext.emulate import fused
 from primus_ext.emulate.registry import patch
 from primus_ext.observe import recorder
 
@@ -61,22 +59,6 @@ def _statistics(module: Any) -> None:
 
     module.reduce_max_stat_across_model_parallel_group = reduce_value
     module.logical_and_across_model_parallel_group = lambda value, group=None: value
-
-
-@patch("megatron.training.arguments", "validate_args", group="megatron", versions=_CORE,
-       reason="CUDA_DEVICE_MAX_CONNECTIONS must be 1 for tensor parallelism and must not for FSDP; "
-              "where the user's environment leaves it open, it is what Megatron demands")
-def _connections(module: Any) -> None:
-    original = module.validate_args
-
-    @functools.wraps(original)
-    def validate_args(args: Any, *rest: Any, **kwargs: Any) -> Any:
-        sharded = args.use_torch_fsdp2 or args.use_megatron_fsdp
-        if sharded and "CUDA_DEVICE_MAX_CONNECTIONS" in session.chosen:
-            os.environ.pop("CUDA_DEVICE_MAX_CONNECTIONS", None)
-        return original(args, *rest, **kwargs)
-
-    module.validate_args = validate_args
 
 
 @patch("megatron.core.tensor_parallel.random", "CheckpointWithoutOutput._recompute",

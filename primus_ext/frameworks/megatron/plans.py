@@ -11,7 +11,7 @@ from typing import Any
 from primus_ext import __version__
 from primus_ext.emulate import no_te
 from primus_ext.emulate.session import ProgramError, current
-from primus_ext.frameworks.megatron import offloading, roles
+from primus_ext.frameworks.megatron import offloading, packed, roles
 from primus_ext.plan import Batch, Model, Parallelism, Plan, Precision, ProgramRef, Recompute
 
 _PACKAGES = ("torch", "megatron-core", "transformer-engine", "hydra-core")
@@ -23,10 +23,11 @@ _FLAGS = (
     "cp_comm_type", "account_for_embedding_in_pipeline_split",
     "account_for_loss_in_pipeline_split", "optimizer_cpu_offload", "fp8_param_gather",
     "use_precision_aware_optimizer", "data_parallel_sharding_strategy",
-    "align_grad_reduce", "microbatch_group_size_per_vp_stage",
+    "align_grad_reduce", "align_param_gather", "microbatch_group_size_per_vp_stage",
     "num_distributed_optimizer_instances", "delay_wgrad_compute", "cuda_graph_impl",
     "optimizer_offload_fraction", "cpu_offloading_num_layers",
-    "fine_grained_activation_offloading", "hybrid_layer_pattern",
+    "fine_grained_activation_offloading", "hybrid_layer_pattern", "sft",
+    "dataloader_inter_document_masking",
 )  # fmt: skip
 # Variables of the user's command by which torch decides where tensors go.
 _ENVIRONMENT = (
@@ -147,6 +148,7 @@ def _model(args: Any, config: Any) -> Model:
 
 _UNSUPPORTED = {
     "nccl_ub": "memory pools that are registered with NCCL",
+    "optimizer_cuda_graph": "the memory pools that CUDA graphs keep",
 }
 
 
@@ -188,10 +190,12 @@ def refuse_partly_supported(args: Any) -> None:
             "position_embedding_type=mrope can't be projected by this version: its positions "
             "come with images; legal: learned_absolute, rope, yarn, relative, none"
         )
-    if getattr(args, "sft", False):
+    if packed.is_packed(args) and args.hybrid_layer_pattern is not None:
+        name = "sft" if args.sft else "dataloader_inter_document_masking"
         raise ProgramError(
-            "sft=True can't be projected by this version: its batches pack documents, whose "
-            "lengths are in the data; legal: sft=False, which trains on whole sequences"
+            f"{name}=True with hybrid_layer_pattern={args.hybrid_layer_pattern} can't be projected "
+            f"by this version: Mamba layers on packed documents are not emulated; legal: "
+            f"{name}=False"
         )
     if args.optimizer == "adaptive_muon":
         raise ProgramError(

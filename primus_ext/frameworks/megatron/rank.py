@@ -26,6 +26,7 @@ from primus_ext.frameworks.megatron import (
 )
 from primus_ext.observe.recorder import Recorder
 from primus_ext.observe.scopes import Scopes
+from primus_ext.plan import is_sharded
 from primus_ext.trace import Bucket, ChunkTrace, RankTrace
 
 
@@ -61,7 +62,7 @@ def trace(
         args = plans.arguments()
         config = plans.transformer_config(call.arguments["cfg_container"])
         rank = roles.global_rank(pp_ranks[0], args) + roles.heaviest(pp_ranks[0], args, config)
-    record = fsdp.record if fsdp.is_sharded(plans.arguments()) else _record
+    record = fsdp.record if is_sharded(vars(plans.arguments())) else _record
     result = run(original, call, rank, functools.partial(record, pp_ranks=pp_ranks))
     routing.save(session.current().request.get("routing_out"))
     return result

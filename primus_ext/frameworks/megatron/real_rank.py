@@ -15,7 +15,7 @@ import torch
 
 from primus_ext.emulate import device_kernels, session, virtual_peers
 from primus_ext.emulate.host_tensor import host_values
-from primus_ext.frameworks.megatron import microbatch, rank, routing, whole_rank
+from primus_ext.frameworks.megatron import microbatch, packed, rank, routing, whole_rank
 from primus_ext.observe.allocator_meter import AllocatorMeter, Metered
 from primus_ext.observe.recorder import LiveBytes
 
@@ -105,6 +105,7 @@ def _batches(args: Any) -> Iterator[dict[str, torch.Tensor]]:
             "labels": torch.empty(shape, dtype=torch.int64).random_(0, args.vocab_size),
             "loss_mask": torch.empty(shape, dtype=torch.float32).fill_(1.0),
             "position_ids": torch.empty(shape, dtype=torch.int64).copy_(order.expand(shape)),
+            **packed.documents(args),
         }
 
 
