@@ -334,6 +334,9 @@ class RankTrace:
     """Kinds of allocations that the events of the trace refer to."""
     static_events: StaticEvents | None = None
     """None where allocations were not recorded."""
+    recorded_events: tuple[tuple[int, ...], ...] = ()
+    """Where the microbatches of a step differ: allocations and frees as they were recorded, of the
+    setup and of each step; events as in :class:`ChunkEvents`, numbered through all of them."""
 
 
 def to_plain(value: Any) -> Any:

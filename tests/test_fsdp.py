@@ -16,6 +16,8 @@ from primus_ext.cost.model import CostModel
 from primus_ext.frameworks import published_fsdp
 from primus_ext.project import compose, inventory, sharded, stage
 from primus_ext.project.ledger import TermName
+from primus_ext.project.recorded import Recorded
+from primus_ext.project.replay import highest
 from primus_ext.trace import (
     Call,
     ChunkMemory,
@@ -177,6 +179,20 @@ def test_torch_fsdp2_composition_is_the_whole_rank(
     tmp_path: Path, fsdp2: dict[str, Any]
 ) -> None:
     assert 0 <= whole(tmp_path, FSDP2) - composed(fsdp2) <= LOG
+
+
+def test_recorded_allocations_replay_to_the_composed_peak(fsdp2: dict[str, Any]) -> None:
+    (trace,) = trace_io.traces_from_plain(fsdp2["traces"])
+    source = Recorded(trace)
+    assert source.steps == 2
+    assert 0 <= highest(source, 2) - composed(fsdp2) <= LOG
+    parts = Counter[str]()
+    for piece in trace.recorded_events[:2]:  # the optimizer's state comes with the first step
+        for kind in (trace.allocations[event] for event in piece if event >= 0):
+            parts[kind.phase] += kind.bytes
+    assert parts["parameters"] == trace.static.parameters
+    assert parts["optimizer"] == trace.static.optimizer
+    assert {kind.stream for kind in trace.allocations} > {0}  # gathered, reduced beside
 
 
 @slow

@@ -28,13 +28,16 @@ def test_context_and_each_communicator_count_once() -> None:
     }
 
 
-def test_groups_of_the_same_ranks_share_a_communicator() -> None:
+def test_groups_of_the_same_ranks_have_a_communicator_each() -> None:
+    cluster = load_cluster("h100", 1, 8)
     one = trace(Job(tp=8), 0)
     same = dataclasses.replace(one, groups={**one.groups, "ep": one.groups["tp"]})
     exchange = collective(CollectiveKind.ALL_TO_ALL, "ep", 1)
     same = dataclasses.replace(same, ops=(*same.ops, exchange))
-    found = outside.by_source(same, load_cluster("h100", 1, 8))
-    assert [name for name in found if name != "context"] == ["communicator ep"]
+    found = outside.by_source(same, cluster)
+    alone = outside.by_source(one, cluster)
+    assert found["communicator tp"] == alone["communicator tp"]
+    assert found["communicator ep"] == found["communicator tp"] + 7 * 32 * 14 * MIB
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from primus_ext.project import inflight, memory, tight
 from primus_ext.project.allocator_config import AllocatorConfig, parse
 from primus_ext.project.footprint import Replayed, enough, footprint
 from primus_ext.project.programs import Shape
+from primus_ext.project.recorded import Recorded
 from primus_ext.project.replay import Replay, highest
 from primus_ext.project.schedule import programs
 from primus_ext.trace import (
@@ -24,6 +25,7 @@ from primus_ext.trace import (
     StaticEvents,
     StaticMemory,
 )
+from tests import synthetic
 from tests.synthetic import Job, plan
 
 MIB = 2**20
@@ -304,3 +306,28 @@ def test_a_replay_that_disagrees_is_left_out_and_said() -> None:
     role = wrong.per_role[0]
     assert role.allocator_bytes is None and role.timeline is None
     assert f"replay to {role.replayed_bytes:,} bytes" in wrong.notes[0]
+
+
+def test_steps_as_recorded_need_no_schedule() -> None:
+    """Setup 100 MiB; a step of 60; one of 60 and 80 at once, of which 60 are on a side stream."""
+    kinds = (
+        AllocationKind(100 * MIB, "aten.empty", "", "parameters"),
+        AllocationKind(60 * MIB, "aten.mm", "layer", "forward"),
+        AllocationKind(60 * MIB, "c10d.all_gather", "layer", "forward", 1),
+        AllocationKind(80 * MIB, "aten.mm", "layer", "backward"),
+    )
+    steps = ((0,), (1, -2), (2, 3, -4, -3))
+    recorded = dataclasses.replace(
+        synthetic.trace(Job(), 0), allocations=kinds, recorded_events=steps
+    )
+    assert highest(Recorded(recorded), 2) == 240 * MIB
+    shape, config = Shape(pp=1, microbatches=3), parse("")
+    of = Replayed(recorded, 0, shape, [], config, (8 * MIB, 8 * MIB))
+    found = footprint(of)
+    assert found.tensor_bytes == 256 * MIB == found.allocated_bytes
+    # The first step's block of 60 MiB serves neither the other stream nor 80 MiB; 2 x 8 share 20.
+    assert found.reserved_bytes == (100 + 20 + 60 + 60 + 80) * MIB
+    of = dataclasses.replace(of, workspaces=(0, 0))
+    squeezed = tight.squeeze(of, 250 * MIB)
+    assert squeezed.refused == 0 and squeezed.retries == 1  # 60 MiB are given back
+    assert tight.squeeze(of, 239 * MIB).refused == 80 * MIB

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import re
+import types
 from typing import Any
 
 import pytest
 
 from primus_ext.frameworks import published
-from primus_ext.frameworks.published import moe_layer, parallel
+from primus_ext.frameworks.megatron import torchtitan_blocks
+from primus_ext.frameworks.published import moe_layer, parallel, torchtitan
 
 
 def run(**changes: dict[str, Any]) -> dict[str, Any]:
@@ -165,3 +167,71 @@ def test_the_layer_benchmark_passes_what_it_passes() -> None:
     assert not {"moe_shared_expert_intermediate_size", "gated_linear_unit"} & set(config)
     with pytest.raises(published.NotProjectable, match="nccl in fp8 blockwise"):
         moe_layer.case({**row, "dispatcher": "nccl"})
+
+
+def torchtitan_run(**changes: dict[str, Any]) -> dict[str, Any]:
+    """Llama 3 8B on 8 H100 as benchmarks/llama3_h100_202412_torchtitan.md has it."""
+    base: dict[str, dict[str, Any]] = {
+        "source": {"name": "torchtitan benchmarks"},
+        "software": {"framework": "torchtitan 9dec370"},
+        "hardware": {"gpu": "H100-96GB-HBM2e-500W", "num_gpus": 8, "gpus_per_node": 8},
+        "model": {"num_layers": 32, "hidden_size": 4096, "ffn_hidden_size": 14336,
+                  "num_heads": 32, "num_kv_heads": 8, "head_dim": 128, "vocab_size": 128256,
+                  "gated_mlp": True, "num_experts": 0, "mla": None, "arch_key": "llama3-8b"},
+        "parallelism": {"tp": 1, "pp": 1, "ep": 1, "dp": 8, "zero_stage": 3,
+                        "distributed_optimizer": False, "sequence_parallel": False},
+        "recompute": {"granularity": "selective", "detail": "per-op selective AC"},
+        "flags": {"torch_compile": True, "cross_entropy_fusion": None, "moe": None},
+    }  # fmt: skip
+    return run(**{part: {**base.get(part, {}), **changes.get(part, {})} for part in base})
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({}, {torchtitan.LOSS, torchtitan.BLOCKS}),
+        ({"flags": {"torch_compile": False}}, {torchtitan.LOSS, torchtitan.EAGER_BLOCKS}),
+        ({"software": {"framework": "torchtitan 820504e"}}, {torchtitan.BLOCKS}),  # June 2025
+        ({"recompute": {"granularity": "full"}}, {torchtitan.LOSS}),
+        ({"parallelism": {"tp": 8, "dp": 1, "zero_stage": 0}}, {torchtitan.BLOCKS}),
+        ({"software": {"framework": "Megatron-LM"}}, set()),
+    ],
+)
+def test_torchtitan_runs_its_own_loss_and_checkpointing(
+    changes: dict[str, dict[str, Any]], expected: set[str]
+) -> None:
+    nearest = published.program(torchtitan_run(**changes))
+    assert set(nearest.emulations) == expected
+    notes = " ".join(nearest.approximations)
+    assert ("torchtitan's loss as it ran" in notes) == (torchtitan.LOSS in expected)
+
+
+def test_every_second_layer_recomputed() -> None:
+    every = {"detail": "per-layer selective AC (every 2nd layer default)"}
+    text = " ".join(published.program(torchtitan_run(recompute=every)).argv)
+    assert "--recompute-method block --recompute-num-layers 16" in text
+
+
+@pytest.mark.parametrize(("eager", "expected"), [(True, 9216), (False, 5120)])
+def test_bytes_that_selective_checkpointing_keeps_beyond(eager: bool, expected: int) -> None:
+    """Llama 3 8B: input, query, value, attention, gate and down, less what Megatron keeps."""
+    h, values, ffn = 4096, 1024, 14336
+    kept = [h, h, values, h, ffn] + ([h] if eager else [])
+    nearest = [h, h, h, values, values, h, h]  # with the MLP recomputed
+    assert sum(kept) - sum(nearest) == expected
+    config = types.SimpleNamespace(
+        hidden_size=h, ffn_hidden_size=ffn, num_query_groups=8, num_attention_heads=32,
+        kv_channels=128, tensor_model_parallel_size=1,
+    )  # fmt: skip
+    assert torchtitan_blocks.elements(config, eager) == expected
+
+
+def test_automodel_keeps_adam_in_bf16() -> None:
+    """NVIDIA-NeMo/Automodel examples/benchmark/configs: torch.optim.Adam of BF16 parameters."""
+    software = {"framework": "NeMo AutoModel (PyTorch FSDP2)"}
+    nearest = published.program(run(software=software, precision={"grad_reduce": None}))
+    found = options(nearest.argv)
+    assert found["--exp-avg-dtype"] == found["--exp-avg-sq-dtype"] == ["bf16"]
+    assert found["--main-grads-dtype"] == ["bf16"] and "--grad-reduce-in-bf16" in found
+    assert any("without masters" in note for note in nearest.approximations)
+    assert "--exp-avg-dtype" not in published.program(run()).argv

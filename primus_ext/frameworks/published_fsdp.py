@@ -79,19 +79,6 @@ def _refused(run: dict[str, Any]) -> str:
     return "fp16" if run["precision"]["compute"] == "fp16" else ""
 
 
-def selective_modules(run: dict[str, Any], notes: list[str]) -> list[str]:
-    """Modules that Megatron recomputes where torchtitan's selective checkpointing ran.
-
-    torchtitan keeps the results of attention and of every second matrix product of a layer (the
-    key, output and up projections).  For a gated MLP with 3.5 times the hidden size these are as
-    many bytes as what is left of a layer whose MLP is recomputed; more is recomputed, though.
-    """
-    if "torchtitan" not in run["source"]["name"]:
-        return []
-    notes.append("torchtitan's selective checkpointing projected as recompute of the MLP")
-    return ["--recompute-modules", "mlp"]
-
-
 _PUBLIC = re.compile(r"full recompute of (\d+) of (\d+) layers")
 
 

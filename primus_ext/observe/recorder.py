@@ -248,7 +248,8 @@ class Recorder(TorchDispatchMode):
         module = self.modules[-1] if self.modules else ""
         if not module or (name and module.startswith(name)):
             module = f"{kind}{module[len(name) :]}"
-        return self.kinds.of(size, op, module, self.phase)
+        stream = self.streams.number(streams.current()) if self.continuous else 0
+        return self.kinds.of(size, op, module, self.phase, stream)
 
     def kernel(
         self, name: str, inputs: list[torch.Tensor], outputs: list[torch.Tensor]

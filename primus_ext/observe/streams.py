@@ -47,6 +47,10 @@ class Streams:
             self._issued[name], self._waits[name] = 0, dict(self._everybody)
         return self._names[stream]
 
+    def number(self, stream: Any) -> int:
+        """Number of a stream, by which its allocations are told apart; 0: the compute stream."""
+        return list(self._names.values()).index(self.name(stream))
+
     def issue(self, stream: Any, group: str | None) -> tuple[str, tuple[tuple[str, int], ...]]:
         """A call is issued.
 

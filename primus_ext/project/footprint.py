@@ -10,7 +10,8 @@ from primus_ext.project.allocator import Allocator
 from primus_ext.project.allocator_config import AllocatorConfig
 from primus_ext.project.blocks import Block
 from primus_ext.project.programs import Shape
-from primus_ext.project.replay import COMMUNICATION, Piece, Replay
+from primus_ext.project.recorded import Recorded
+from primus_ext.project.replay import COMMUNICATION, Piece, Replay, Source
 from primus_ext.project.result import Footprint, LiveAllocations, Timeline
 from primus_ext.project.schedule import programs
 from primus_ext.trace import RankTrace
@@ -40,12 +41,20 @@ class Replayed:
     """Bytes that the BLAS library takes from the allocator in the first forward and in the first
     backward."""
 
-    def replay(self) -> Replay:
-        """A new replay, at its beginning.
+    @property
+    def steps(self) -> int:
+        """How many steps to replay."""
+        recorded = self.trace.recorded_events
+        return len(recorded) - 1 if recorded else STEPS
+
+    def replay(self) -> Source:
+        """A new replay, at its beginning; of the steps as they were recorded, where they were.
 
         Raises:
             ValueError: The trace has no events.
         """
+        if self.trace.recorded_events:
+            return Recorded(self.trace, self.workspaces)
         short = enough(self.shape, self.rank)
         program = programs(short)[self.rank]
         return Replay(self.trace, self.rank, short, program, self.sizes, self.workspaces)
@@ -60,7 +69,7 @@ def footprint(of: Replayed) -> Footprint:
     replay = of.replay()
     device = Device(replay, of.config)
     device.run([replay.setup()])
-    for number in range(STEPS):
+    for number in range(of.steps):
         live = device.live()
         pieces = list(replay.step(first=number == 0))
         device.run(pieces)
@@ -75,7 +84,9 @@ def footprint(of: Replayed) -> Footprint:
 
 
 def replayable(trace: RankTrace) -> bool:
-    """Whether a trace says what is allocated, the same for every microbatch."""
+    """Whether a trace says what is allocated, in all microbatches."""
+    if trace.recorded_events:
+        return True
     return trace.static_events is not None and all(
         chunk.events is not None and not getattr(chunk, "microbatches", ())
         for chunk in trace.chunks
@@ -97,7 +108,7 @@ class Device:
     """An allocator, and what is allocated in it."""
 
     def __init__(
-        self, replay: Replay, config: AllocatorConfig, capacity: int | None = None
+        self, replay: Source, config: AllocatorConfig, capacity: int | None = None
     ) -> None:
         """Nothing is allocated; ``capacity`` in bytes, None for any."""
         self.allocator = Allocator(config, capacity=capacity)
@@ -131,7 +142,7 @@ class Device:
 
 
 def _last_step(
-    replay: Replay, live: Sequence[int], made: Sequence[int], pieces: Sequence[Piece]
+    replay: Source, live: Sequence[int], made: Sequence[int], pieces: Sequence[Piece]
 ) -> tuple[Timeline, tuple[LiveAllocations, ...]]:
     """Bytes over a step by part, and what is live at its highest moment.
 
@@ -172,7 +183,7 @@ class _Walk:
     names = ("static", "activations", "temporaries", "communication")
 
     def __init__(
-        self, replay: Replay, live: Sequence[int], made: Sequence[int], count: int
+        self, replay: Source, live: Sequence[int], made: Sequence[int], count: int
     ) -> None:
         self._kinds, self._made, self._number = replay.kinds, made, count
         self.parts = [0, 0, 0, 0]
@@ -210,7 +221,7 @@ class _Walk:
 
 
 def _live_at(
-    replay: Replay, live: Sequence[int], made: Sequence[int], count: int,
+    replay: Source, live: Sequence[int], made: Sequence[int], count: int,
     pieces: Sequence[Piece], last: int,
 ) -> tuple[LiveAllocations, ...]:
     """What is live after event ``last`` of a step, the most bytes first."""

@@ -14,6 +14,9 @@ KIB = 1024
 def by_source(trace: RankTrace, cluster: Cluster) -> dict[str, int]:
     """Bytes outside torch's allocator: the driver context, and one entry a communicator.
 
+    Every process group in use has a communicator of its own, also one of the same ranks as
+    another (torch's ``ProcessGroupNCCL``; NVIDIA/nccl issues 864 and 964 count them).
+
     Args:
         trace: Of the rank.
         cluster: The target.
@@ -26,13 +29,11 @@ def by_source(trace: RankTrace, cluster: Cluster) -> dict[str, int]:
     }
     used = {op.collective.group for op in trace.ops if op.collective is not None}
     used |= {bucket.group for bucket in trace.buckets} | {"pp"}
-    seen: dict[tuple[int, ...], str] = {}
     for name in sorted(used & trace.groups.keys()):
         ranks = trace.groups[name]
         if len(ranks) > 1:
-            label = f"communicator {seen.setdefault(ranks, name)}"
             size = communicator_bytes(ranks, name in exchanged, trace.rank, cluster)
-            found[label] = max(found.get(label, 0), size)
+            found[f"communicator {name}"] = size
     libraries = getattr(trace.static, "libraries", 0)  # DeepEP's buffers
     return {**found, "communication libraries": libraries} if libraries else found
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Sequence
+from typing import Protocol
 
 from primus_ext.project.held import Held
 from primus_ext.project.programs import FORWARD, TRANSFER, Program, Shape, Transfers
@@ -28,6 +29,21 @@ class Piece:
     name: str
     """E.g. ``forward 3`` or ``backward 3, chunk 1``; ``exchange`` and ``optimizer``."""
     events: list[int]
+
+
+class Source(Protocol):
+    """Produces the events of one rank: of the setup, then step by step."""
+
+    kinds: list[AllocationKind]
+    """What the events refer to."""
+
+    def setup(self) -> Piece:
+        """Building the model and the optimizer."""
+        ...
+
+    def step(self, *, first: bool) -> Iterator[Piece]:
+        """All microbatches and the optimizer step."""
+        ...
 
 
 class Replay:
@@ -213,7 +229,7 @@ class Replay:
         return found + [-number - 1 - base for number in live]
 
 
-def highest(replay: Replay, steps: int) -> int:
+def highest(replay: Source, steps: int) -> int:
     """The most bytes of tensors that are live at once in some steps, the first included."""
     live = peak = 0
     made: list[int] = []
@@ -230,7 +246,7 @@ def highest(replay: Replay, steps: int) -> int:
     return peak
 
 
-def _pieces(replay: Replay, steps: int) -> Iterator[Piece]:
+def _pieces(replay: Source, steps: int) -> Iterator[Piece]:
     yield replay.setup()
     for number in range(steps):
         yield from replay.step(first=number == 0)

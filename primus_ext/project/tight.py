@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from primus_ext.project.allocator import OutOfMemoryError
-from primus_ext.project.footprint import STEPS, Device, Replayed
+from primus_ext.project.footprint import Device, Replayed
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,7 +27,7 @@ def squeeze(of: Replayed, room: int) -> Squeezed:
     before = 0
     try:
         device.run([replay.setup()])
-        for number in range(STEPS):
+        for number in range(of.steps):
             before = device.allocator.retries
             device.run(list(replay.step(first=number == 0)))
     except OutOfMemoryError as error:

@@ -70,10 +70,13 @@ def record(
         microbatch.Microbatch, recorder, given["forward_step_func"], model, 0, scopes, config
     )
     # The first step makes gradients, without which the optimizer has no state, and caches.
+    ends = [len(recorder.memory.logs.setup.events)]
     kept = [_Step(recorder, training, make, bare, 1).run()]
+    ends.append(len(recorder.memory.logs.setup.events))
     recorder.forget()
     step = _Step(recorder, training, make, bare, min(3, get_num_microbatches()))
     kept.append(step.run())
+    ends.append(len(recorder.memory.logs.setup.events))
     chunk = step.chunk()
     statistics = synchronisation.record_statistics(recorder, args)
     return RankTrace(
@@ -88,7 +91,33 @@ def record(
         global_parameters=total,
         active_parameters=active,
         static=step.static(),
+        recorded_events=_events(recorder, ends, model, given["optimizer"]),
+        allocations=tuple(recorder.kinds.table),
     )
+
+
+def _events(
+    recorder: Recorder, ends: list[int], model: list[Any], optimizer: Any
+) -> tuple[tuple[int, ...], ...]:
+    """Allocations and frees up to each end, those that stay named by their part."""
+    log, kinds = recorder.memory.logs.setup, recorder.kinds
+    tensors = _parts(model, optimizer)
+    parts = {
+        log.number(_local(tensor).untyped_storage()._cdata): part
+        for part in ("parameters", "gradients", "optimizer")
+        for tensor in tensors[part]
+    }
+    live, events, number = log.live(), [], 0
+    for event in log.events[: ends[-1]]:
+        if event >= 0:
+            if number in live:
+                event = kinds.in_phase(event, parts.get(number, "workspaces"))
+            events.append(event)
+            number += 1
+        else:
+            events.append(event)
+    starts = [0, *ends]
+    return tuple(tuple(events[a:b]) for a, b in zip(starts, ends, strict=False))
 
 
 class _Step:
@@ -218,19 +247,11 @@ class _Static:
     def of(cls, model: list[Any], optimizer: Any, live: int) -> _Static:
         """Split what lives before the first microbatch of a step."""
         seen: set[int] = set()
-        modules = [t for chunk in model for t in [*chunk.parameters(), *chunk.buffers()]]
-        groups = [
-            group
-            for chunk in model
-            for group in getattr(chunk, "param_and_grad_buffer", _NONE).parameter_groups
-        ]
-        weights = [t for group in groups for t in _data(group, _WEIGHT_BUFFERS)]
-        main = [t for group in groups for t in _data(group, _MAIN_BUFFERS)]
-        gradients = [t for group in groups for t in _data(group, _GRADIENT_BUFFERS)]
-        parameters = _bytes(weights or modules, seen)
-        reduced = _bytes(gradients, seen)
-        states = _bytes([*main, *memory.optimizer_tensors(optimizer)], seen)
-        gathered = _bytes(modules, seen)
+        tensors = _parts(model, optimizer)
+        parameters = _bytes(tensors["parameters"], seen)
+        reduced = _bytes(tensors["gradients"], seen)
+        states = _bytes(tensors["optimizer"], seen)
+        gathered = _bytes(tensors["modules"], seen)
         rest = live - parameters - reduced - states - gathered
         return cls(parameters, reduced, states, rest, seen)
 
@@ -243,6 +264,24 @@ class _Static:
     def total(self) -> int:
         """All of it."""
         return self.parameters + self.gradients + self.optimizer + self.workspaces
+
+
+def _parts(model: list[Any], optimizer: Any) -> dict[str, list[torch.Tensor]]:
+    """Tensors of each part, and all that the modules hold, gathered or not."""
+    modules = [t for chunk in model for t in [*chunk.parameters(), *chunk.buffers()]]
+    groups = [
+        group
+        for chunk in model
+        for group in getattr(chunk, "param_and_grad_buffer", _NONE).parameter_groups
+    ]
+    weights = [t for group in groups for t in _data(group, _WEIGHT_BUFFERS)]
+    main = [t for group in groups for t in _data(group, _MAIN_BUFFERS)]
+    return {
+        "parameters": weights or modules,
+        "gradients": [t for group in groups for t in _data(group, _GRADIENT_BUFFERS)],
+        "optimizer": [*main, *memory.optimizer_tensors(optimizer)],
+        "modules": modules,
+    }
 
 
 _NONE = types.SimpleNamespace(parameter_groups=())

@@ -21,10 +21,15 @@ class Habits:
     router_fusion: bool = False
     te_loss: bool = False
     """Transformer Engine's fused cross entropy."""
+    states_in_bf16: bool = False
+    """Whether optimizer states, and gradients, have the weights' format, with no FP32 masters."""
 
 
 # Words in the name of the framework, words in the name of the architecture, what is set.
 _HABITS = (
+    # NVIDIA-NeMo/Automodel examples/benchmark/configs: torch.optim.Adam of the model's parameters,
+    # which are BF16 as the checkpoints' config.json says
+    ("AutoModel", "", Habits(gradients="bf16", states_in_bf16=True)),
     # src/megatron/bridge/training/mixed_precision.py: every FP8 recipe but sub-channel scaling
     # src/megatron/bridge/perf_recipes: moe_router_fusion, cross_entropy_fusion_impl (before v0.6.0
     # scripts/performance/utils/{helpers,overrides}.py)
@@ -94,6 +99,16 @@ def habits(draft: Draft) -> Habits:
         ),
         Habits(),
     )
+
+
+def write_states(draft: Draft) -> None:
+    """Formats of the optimizer's states, where the launcher is known for other than FP32."""
+    if habits(draft).states_in_bf16 and "--use-distributed-optimizer" in draft.argv:
+        draft.add(
+            "--use-precision-aware-optimizer", "--main-grads-dtype", "bf16",
+            "--exp-avg-dtype", "bf16", "--exp-avg-sq-dtype", "bf16",
+        )  # fmt: skip
+        draft.note("Adam of BF16 weights without masters: projected with masters of 16 more bits")
 
 
 def permutation_is_fused(draft: Draft) -> bool:

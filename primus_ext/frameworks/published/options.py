@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from primus_ext.frameworks.published import launchers
+from primus_ext.frameworks.published import launchers, torchtitan
 from primus_ext.frameworks.published.draft import Draft
 
 TE_LOSS = "primus_ext.frameworks.megatron.te_loss"
@@ -27,6 +27,7 @@ def write(draft: Draft) -> None:
         "--no-check-for-nan-in-loss-and-grad",
     )  # fmt: skip
     draft.add(*launchers.habits(draft).arguments)
+    launchers.write_states(draft)
     _kernels(draft)
     if "DeepSpeed" in draft.framework:
         draft.emulations.append(DEEPSPEED)
@@ -47,6 +48,7 @@ def _kernels(draft: Draft) -> None:
         )
     elif draft.is_on("loss_fusion") is not False:
         draft.add("--cross-entropy-loss-fusion", "--cross-entropy-fusion-impl", "native")
+        torchtitan.write_loss(draft)
 
 
 def _te_loss(draft: Draft) -> bool:

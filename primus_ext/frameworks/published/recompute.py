@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from primus_ext.frameworks import published_fsdp
+from primus_ext.frameworks.published import torchtitan
 from primus_ext.frameworks.published.draft import Draft, NotProjectable
 
 
@@ -45,9 +46,10 @@ def _full(draft: Draft) -> None:
 def _selective(draft: Draft) -> None:
     recompute = draft.run["recompute"]
     modules = recompute.get("modules") or []
-    like = [] if modules else published_fsdp.selective_modules(draft.run, draft.notes)
+    if torchtitan.write_selective(draft):
+        return
     draft.add("--recompute-granularity", "selective")
-    if modules or like:
-        draft.add(*(like or ["--recompute-modules", *modules]))
+    if modules:
+        draft.add("--recompute-modules", *modules)
     elif "core attention" not in str(recompute.get("detail")):
         draft.note("what is recomputed is not stated: the core attention")
