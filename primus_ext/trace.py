@@ -206,6 +206,42 @@ class StaticEvents:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class FirstMicrobatch:
+    """Memory of the first microbatch of a step where it differs, as in ``ChunkMemory``.
+
+    Its forward quantizes the weights again.  Without gradients (recomputation) it drops the copies
+    that only a backward needs, and its backward makes them again.
+    """
+
+    absent_bytes: int
+    """Of tensors that are static otherwise, not there between its forward and its backward."""
+    forward_peak_bytes: int
+    """What modules kept of the step before counted in."""
+    backward_peak_bytes: int | None = None
+    """Above the state before its forward, when nothing was absent yet.  None: the same."""
+    inflight_backward_peak_bytes: int | None = None
+    """The same with a later microbatch in flight."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class AfterBackward:
+    """What differs once a microbatch's backward has passed in the chunk with later ones in flight.
+
+    Recomputation gives modules tensors with a graph, which holds the recomputed part's input and
+    its gradient until modules are given others.
+    """
+
+    leftover_bytes: int
+    """Kept until the chunk's next forward or backward, beside what the later ones hold."""
+    forward_peak_bytes: int
+    """Highest point inside the forward that comes next, above what those in flight hold."""
+    backward_peak_bytes: int
+    """The same of a backward that comes next, with a later microbatch in flight."""
+    last_backward_peak_bytes: int
+    """The same of a backward that comes next, with no other microbatch in flight."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class ChunkMemory:
     """Live tensor bytes of one microbatch through one model chunk, above what was live before."""
 
@@ -240,6 +276,10 @@ class ChunkMemory:
     without this microbatch.  None: ``backward_peak_bytes``."""
     host_bytes: int = 0
     """Of host memory, held from the end of the forward to the backward (offloaded tensors)."""
+    first: FirstMicrobatch | None = None
+    """None: the first microbatch of a step is like the others."""
+    after_backward: AfterBackward | None = None
+    """None: what modules keep then is the same."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -43,12 +43,16 @@ class Retained:
     """Microbatches in the steady part of the schedule that are not walked through."""
     after_another: bool = False
     """Whether the forward that runs finds leftovers of a finished microbatch in its chunk."""
+    after_backward: bool = False
+    """Whether the work that runs finds those of the backward before it, others in flight then."""
     _logged: int = 0
     """Losses of the forwards so far."""
     _latest: dict[int, int] = dataclasses.field(default_factory=dict)
     """Microbatch of the last forward, by chunk."""
     _finished: set[int] = dataclasses.field(default_factory=set)
     """Chunks whose last input went through its backward already."""
+    _turned: set[int] = dataclasses.field(default_factory=set)
+    """Chunks whose last work was a backward, with later microbatches in flight."""
     _last_backward: Work | None = None
     _newest: Work | None = None
     """The last forward."""
@@ -72,13 +76,20 @@ class Retained:
 
     def during(self, forward: bool, chunk: int, microbatch: int) -> int:
         """Bytes kept while a forward or backward runs, beside what that work itself needs."""
+        self.after_backward = chunk in self._turned
+        self._turned.discard(chunk)
         if forward:
             self._begin(chunk, microbatch)
         kept = COUNTER + self._logged
         kept += sum(self.chunks[i].leftover_bytes for i in self._finished)
+        kept += sum(self._after_backward(i) for i in self._turned)
         if self.shape.vpp > 1:
             return kept + self._of_interleaved(forward)
         return kept + self._of_1f1b(forward)
+
+    def _after_backward(self, chunk: int) -> int:
+        found = self.chunks[chunk].after_backward
+        return found.leftover_bytes if found else 0
 
     def _begin(self, chunk: int, microbatch: int) -> None:
         self.after_another = chunk in self._finished
@@ -124,6 +135,8 @@ class Retained:
         self._last_backward = (chunk, microbatch)
         if self._latest[chunk] == microbatch:
             self._finished.add(chunk)
+        else:
+            self._turned.add(chunk)
         if (chunk, microbatch) == last_of_warm_up(self.shape, self.rank):
             self._warm = (chunk, microbatch)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import gc
 import inspect
 from collections.abc import Callable, Iterator
@@ -104,7 +103,7 @@ class Microbatch:
         self.forward_peaks = peak.fresh_peak, peak.peak
         self.host_bytes = self._recorder.host.live - on_host
         if not self.has_output:
-            output = _tensors(self._output)[0]
+            output = tensors(self._output)[0]
             self._note("output", output)
             self.boundary = output.numel() * output.element_size()
             self._sent = tuple(output.shape)
@@ -112,7 +111,7 @@ class Microbatch:
             if config.deallocate_pipeline_outputs:
                 self.stub = output.element_size()
         elif not self.has_embedding:  # without a pipeline Megatron deletes the loss at once
-            self.stub = peak.size_of(_tensors(self._output))
+            self.stub = peak.size_of(tensors(self._output))
         if self._interleaved:  # this schedule forgets the number of tokens at once
             self._tokens = None
         return calls
@@ -123,7 +122,7 @@ class Microbatch:
 
     def counted(self) -> int:
         """Bytes of the number of tokens: see ``ChunkMemory.counted_bytes``."""
-        return self._recorder.memory.size_of(_tensors(self._tokens))
+        return self._recorder.memory.size_of(tensors(self._tokens))
 
     def backward(self) -> Recorded:
         """Run the backward and forget the microbatch."""
@@ -148,7 +147,7 @@ class Microbatch:
             transfers = (self._received, self._received.grad, self._gradient)
             self._note("received", self._received)
             self._note("input_gradient", self._received.grad)
-            recorder.memory.untrack(_tensors(transfers))
+            recorder.memory.untrack(tensors(transfers))
         self._received = self._gradient = self._output = self._tokens = None
         offloading.end_of_step(config)
         gc.collect()
@@ -174,7 +173,7 @@ def record(make: Callable[[list[Any]], Microbatch], memory: LiveBytes, index: in
     with inner as log:
         forward = one.forward(first)
         ahead = len(log.events)
-        logged, counted = memory.size_of(_tensors(losses)), one.counted()
+        logged, counted = memory.size_of(tensors(losses)), one.counted()
         saved = memory.fresh - logged - counted
         base = memory.live - memory.fresh  # leftovers of the microbatch before are gone
         backward = one.backward()
@@ -202,7 +201,7 @@ def _events(
     log: Log, ahead: int, crossing: dict[str, int], memory: LiveBytes, losses: list[Any]
 ) -> ChunkEvents:
     """What a log holds after a microbatch; ``ahead`` events are the forward's."""
-    numbers = {memory.number(tensor, log) for tensor in _tensors(losses)} - {-1}
+    numbers = {memory.number(tensor, log) for tensor in tensors(losses)} - {-1}
     return ChunkEvents(
         forward=tuple(log.events[:ahead]),
         backward=tuple(log.events[ahead:]),
@@ -210,41 +209,6 @@ def _events(
         kept=tuple(n for n in log.live() if n not in numbers),
         logged=tuple(sorted(numbers)),
     )
-
-
-def in_flight(
-    make: Callable[[list[Any]], Microbatch], memory: LiveBytes, alone: ChunkMemory
-) -> ChunkMemory:
-    """Add what differs while a second microbatch is in flight: modules keep the latest one's.
-
-    Args:
-        make: A microbatch that reports its losses to the list.
-        memory: The recorder's.
-        alone: The memory of a microbatch that nothing else is in flight with.
-    """
-    if not alone.leftover_bytes:  # modules keep nothing: microbatches don't touch each other
-        return alone
-    losses: list[Any] = []
-    older, latest = make(losses), make(losses)
-    gc.collect()
-    memory.mark()
-    older.forward()
-    base = memory.live - memory.fresh
-    memory.reset_peak()
-    latest.forward()
-    # losses and numbers of tokens are accounted for apart
-    apart = memory.size_of(_tensors(losses)) // 2 + older.counted()
-    saved = memory.live - base - alone.saved_bytes - 2 * apart
-    forward_peak = latest.forward_peaks[1] - base - saved - apart
-    older.backward()
-    sizes = dataclasses.replace(
-        alone,
-        inflight_saved_bytes=saved,
-        inflight_forward_peak_bytes=forward_peak,
-        inflight_backward_peak_bytes=older.backward_peak - base - alone.saved_bytes - 2 * apart,
-    )
-    latest.backward()
-    return sizes
 
 
 def _position(chunk: Any) -> tuple[bool, bool]:
@@ -328,5 +292,6 @@ def _bare(value: Any) -> Any:
     return value
 
 
-def _tensors(values: Any) -> list[torch.Tensor]:
+def tensors(values: Any) -> list[torch.Tensor]:
+    """Tensors in a structure of lists, tuples and dictionaries."""
     return [value for value in tree_iter(values) if isinstance(value, torch.Tensor)]

@@ -16,6 +16,7 @@ from primus_ext.frameworks.megatron import (
     fsdp,
     memory,
     microbatch,
+    neighbours,
     parts,
     plans,
     probe,
@@ -229,7 +230,7 @@ def _record(
     del kept
     if config.pipeline_model_parallel_size > 1:
         in_flight = {
-            index: microbatch.in_flight(makers[index], recorder.memory, chunks[index].memory)
+            index: neighbours.in_flight(makers[index], recorder.memory, chunks[index].memory)
             for index in sorted(set(same))
         }
         chunks = [
@@ -241,6 +242,18 @@ def _record(
     if session.current().request.get("origins", True):
         distinct = [chunks[index] for index in sorted(set(same))]
         ops = probe.labelled_ops(recorder, makers, bare, config, distinct)
+    if quantized and config.recompute_granularity:  # forwards without gradients
+        pipeline = config.pipeline_model_parallel_size > 1
+        firsts = {
+            index: neighbours.first_of_step(
+                makers[index], recorder.memory, chunks[index].memory, pipeline
+            )
+            for index in sorted(set(same))
+        }
+        chunks = [
+            dataclasses.replace(chunk, memory=firsts[first])
+            for chunk, first in zip(chunks, same, strict=True)
+        ]
     local, total, active = parts.counts(bare, args, config)
     return RankTrace(
         rank=rank,
