@@ -1,4 +1,4 @@
-"""A microbatch's memory beside others: what ran before it in its chunk, what is in flight with it."""
+"""The memory of a microbatch beside others: what ran before it in its chunk, what is in flight."""
 
 from __future__ import annotations
 
