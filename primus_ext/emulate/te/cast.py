@@ -83,7 +83,8 @@ def _dequantize(
     x: torch.Tensor, scale_inv: torch.Tensor, amax: Any, *, shape: list[int], dtype: torch.dtype,
     **attrs: Any,
 ) -> torch.Tensor:
-    return cast_kernels.decode(x, scale_inv, amax=amax, **attrs).reshape(shape).to(dtype).contiguous()
+    values = cast_kernels.decode(x, scale_inv, amax=amax, **attrs)
+    return values.reshape(shape).to(dtype).contiguous()
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
