@@ -34,8 +34,8 @@ def decode_fp8(data: torch.Tensor, element: str) -> torch.Tensor:
 
 
 def take_maximum(value: torch.Tensor, amax: torch.Tensor | None) -> None:
-    """Raise ``amax``, if there is one, to the largest absolute value."""
-    if amax is not None and value.numel():
+    """Raise ``amax``, if there is one (an empty one is none), to the largest absolute value."""
+    if amax is not None and amax.numel() and value.numel():
         torch.maximum(amax, value.float().abs().max().reshape(amax.shape), out=amax)
 
 
