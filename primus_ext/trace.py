@@ -259,6 +259,9 @@ class ChunkMemory:
     stub_bytes: int = 0
     """Part of ``saved_bytes``: what is left of an output that was sent, one element; in the last
     stage of a pipeline the loss."""
+    graph_bytes: int = 0
+    """What the graph of such an output keeps after its backward as long as that is referred to: e.g.
+    the handles of DeepEP's exchanges, which are no saved tensors."""
     leftover_bytes: int = 0
     """What modules keep of a microbatch after its backward, until the chunk's next forward: e.g.
     the token dispatcher's tables."""

@@ -4,7 +4,8 @@ Megatron-core 0.19, ``pipeline_parallel/schedules.py``, local variables of the l
 
 - the gradient of the input that the last backward returned, until the next backward is through;
 - without interleaving, the number of tokens of the last forward; and until the next forward is
-  through, what is left of the output of the last backward, its gradient, and the stage's input;
+  through, what is left of the output of the last backward and its graph keep, its gradient, and
+  the stage's input;
 - interleaved, the output just made until the next forward (it is sent meanwhile), after that what
   took its place, and with overlapped exchanges the input that the last warm-up exchange received,
   to the end.
@@ -98,6 +99,10 @@ class Retained:
         if chunk == 0 and microbatch == repeats_from(self.shape):
             self._logged += self.skipped * sum(memory.logged_bytes for memory in self.chunks)
 
+    def _stub(self, chunk: int) -> int:
+        """What is left of an output after its backward."""
+        return self.chunks[chunk].stub_bytes + self.chunks[chunk].graph_bytes
+
     def _of_1f1b(self, forward: bool) -> int:
         tokens = self.chunks[0].counted_bytes if self._newest is not None else 0
         if self._last_backward is None:
@@ -105,7 +110,7 @@ class Retained:
         gradient = received = self._input(0)
         if not forward:
             return tokens + gradient
-        return tokens + gradient + received + self._output(0) + self.chunks[0].stub_bytes
+        return tokens + gradient + received + self._output(0) + self._stub(0)
 
     def _of_interleaved(self, forward: bool) -> int:
         """Each tensor once, whoever keeps it."""
@@ -118,7 +123,7 @@ class Retained:
         stub = self.chunks[chunk].stub_bytes
         if not forward and self._after_forward and self._has_steady_part():
             return kept + self._output(chunk) - stub
-        return kept + (stub if chunk in self._finished else 0)  # its backward has passed
+        return kept + (self._stub(chunk) if chunk in self._finished else 0)  # its backward has passed
 
     def _has_steady_part(self) -> bool:
         """Whether forwards and backwards alternate; what a warm-up makes is sent and freed."""

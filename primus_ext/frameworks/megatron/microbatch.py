@@ -12,7 +12,7 @@ import torch
 from torch.utils._pytree import tree_iter
 
 from primus_ext.frameworks.megatron import offloading, packed, plans, roles
-from primus_ext.frameworks.megatron.real_values import fill
+from primus_ext.frameworks.megatron.real_values import fill, put
 from primus_ext.observe.allocations import Log
 from primus_ext.observe.recorder import LiveBytes, Recorder
 from primus_ext.observe.scopes import OUTPUT, Scopes, segments
@@ -28,8 +28,8 @@ def batches(args: Any) -> Iterator[dict[str, torch.Tensor]]:
         yield {
             "tokens": fill(torch.empty(shape, dtype=torch.int64), args.padded_vocab_size),
             "labels": fill(torch.empty(shape, dtype=torch.int64), args.padded_vocab_size),
-            "loss_mask": fill(torch.empty(shape, dtype=torch.float32)),
-            "position_ids": fill(torch.empty(shape, dtype=torch.int64), args.seq_length),
+            "loss_mask": put(torch.empty(shape, dtype=torch.float32), 1.0),
+            "position_ids": put(torch.empty(shape, dtype=torch.int64)),
             **packed.documents(args),
         }
 
@@ -70,6 +70,8 @@ class Microbatch:
         """Bytes of the activation sent to the next stage (0 on the last)."""
         self.stub = 0
         """Bytes of what is left of the output after its backward: ``ChunkMemory.stub_bytes``."""
+        self.graph = 0
+        """Bytes that the graph of the output keeps after its backward: ``ChunkMemory.graph_bytes``."""
         self.crossing: dict[str, int] = {}
         """Numbers in the innermost log of what crosses the boundaries: see ``ChunkEvents``."""
         self.last = False
@@ -148,7 +150,11 @@ class Microbatch:
             self._note("received", self._received)
             self._note("input_gradient", self._received.grad)
             recorder.memory.untrack(tensors(transfers))
-        self._received = self._gradient = self._output = self._tokens = None
+        self._received = self._gradient = self._tokens = None
+        held = recorder.memory.live
+        self._output = None
+        if self.stub:
+            self.graph = held - recorder.memory.live - self.stub
         offloading.end_of_step(config)
         gc.collect()
         return calls
@@ -184,6 +190,7 @@ def record(make: Callable[[list[Any]], Microbatch], memory: LiveBytes, index: in
         logged_bytes=logged,
         counted_bytes=counted,
         stub_bytes=one.stub,
+        graph_bytes=one.graph,
         leftover_bytes=memory.live - base - logged,
         forward_peak_after_bytes=one.forward_peaks[1] - base,
         host_bytes=one.host_bytes,

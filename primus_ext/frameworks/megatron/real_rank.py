@@ -7,19 +7,16 @@ The other ranks stay virtual, unless the request has a ``rendezvous``: then they
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import TracebackType
 from typing import Any
 
-import torch
-
 from primus_ext.emulate import device_kernels, session, virtual_peers
 from primus_ext.emulate.host_tensor import host_values
-from primus_ext.frameworks.megatron import microbatch, packed, rank, routing, whole_rank
+from primus_ext.frameworks.megatron import expert_load, rank, routing, whole_rank
 from primus_ext.observe.allocator_meter import AllocatorMeter, Metered
 from primus_ext.observe.recorder import LiveBytes
 
-"""What the dispatcher hands to collectives as lists; on the CPU it would leave tensors."""
 LARGEST = 40
 """Blocks of the peak that are reported, the largest first."""
 
@@ -76,7 +73,6 @@ def peak(
         largest blocks of the peak.
     """
     observer = Observer()
-    microbatch.batches = _batches
     _force_balance()
     if "rendezvous" not in session.current().request:
         virtual_peers.answer()
@@ -94,44 +90,18 @@ def peak(
     }
 
 
-def _batches(args: Any) -> Iterator[dict[str, torch.Tensor]]:
-    """As :func:`microbatch.batches`, with token ids that exist."""
-    shape = (args.micro_batch_size, args.seq_length)
-    with host_values():
-        order = torch.arange(args.seq_length)
-    while True:
-        yield {
-            "tokens": torch.empty(shape, dtype=torch.int64).random_(0, args.vocab_size),
-            "labels": torch.empty(shape, dtype=torch.int64).random_(0, args.vocab_size),
-            "loss_mask": torch.empty(shape, dtype=torch.float32).fill_(1.0),
-            "position_ids": torch.empty(shape, dtype=torch.int64).copy_(order.expand(shape)),
-            **packed.documents(args),
-        }
-
-
-def _balanced(tokens: int, experts: int, topk: int) -> torch.Tensor:
-    """Routing map ``[tokens, experts]`` (bool): every token goes to the next experts in turn."""
-    chosen = (torch.arange(tokens * topk) % experts).view(tokens, topk)
-    return torch.zeros(tokens, experts, dtype=torch.bool).scatter_(1, chosen, True)
-
-
 def _force_balance() -> None:
-    """Routers choose what the virtual run assumes; the host's counts are not device memory."""
+    """Routers choose what the virtual run assumes."""
     from megatron.core.transformer.moe.router import TopKRouter
-    from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 
-    forward, preprocess = TopKRouter.forward, MoEAlltoAllTokenDispatcher.preprocess
+    forward = TopKRouter.forward
 
     def balanced(self: Any, *args: Any, **kwargs: Any) -> Any:
         probs, chosen = forward(self, *args, **kwargs)
         tokens, experts = chosen.shape
+        counts = expert_load.balanced(tokens, experts, self.config.moe_router_topk)
         with host_values():
-            chosen.copy_(_balanced(tokens, experts, self.config.moe_router_topk))
+            chosen.copy_(routing.map_of(counts, tokens))
         return probs, chosen
 
-    def counted_on_host(self: Any, routing_map: torch.Tensor) -> torch.Tensor:
-        with host_values():
-            return routing.on_the_host(self, preprocess, routing_map)
-
     TopKRouter.forward = balanced
-    MoEAlltoAllTokenDispatcher.preprocess = counted_on_host
