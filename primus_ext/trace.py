@@ -234,7 +234,8 @@ class AfterBackward:
     leftover_bytes: int
     """Kept until the chunk's next forward or backward, beside what the later ones hold."""
     forward_peak_bytes: int
-    """Highest point inside the forward that comes next, above what those in flight hold."""
+    """Highest point inside the forward that comes next, above what those in flight hold; what the
+    schedule counts of the output of the microbatch before left out."""
     backward_peak_bytes: int
     """The same of a backward that comes next, with a later microbatch in flight."""
     last_backward_peak_bytes: int
@@ -268,6 +269,9 @@ class ChunkMemory:
     forward_peak_after_bytes: int | None = None
     """As ``forward_peak_bytes`` where such leftovers of a microbatch before exist, counted in; they
     go while the forward passes.  None: the same."""
+    forward_peak_beside_bytes: int | None = None
+    """The same where the schedule still refers to the output of that microbatch; what it counts of
+    that, ``stub_bytes`` and ``graph_bytes``, left out.  None: the same."""
     inflight_saved_bytes: int | None = None
     """``saved_bytes`` once another microbatch's forward has passed: modules keep the latest one's
     tables only.  None: the same."""

@@ -176,6 +176,8 @@ def _top(memory: ChunkMemory, forward: bool, first: bool, several: bool, retaine
             found = after.forward_peak_bytes
         elif not several and retained.after_another:
             found = memory.forward_peak_after_bytes
+            if retained.beside_output and memory.forward_peak_beside_bytes is not None:
+                found = memory.forward_peak_beside_bytes
         return memory.forward_peak_bytes if found is None else found
     found = memory.inflight_backward_peak_bytes if several else None
     if after is not None:

@@ -46,6 +46,8 @@ class Retained:
     """Whether the forward that runs finds leftovers of a finished microbatch in its chunk."""
     after_backward: bool = False
     """Whether the work that runs finds those of the backward before it, others in flight then."""
+    beside_output: bool = False
+    """Whether the forward that runs finds the output of the last backward still referred to."""
     _logged: int = 0
     """Losses of the forwards so far."""
     _latest: dict[int, int] = dataclasses.field(default_factory=dict)
@@ -79,6 +81,7 @@ class Retained:
         """Bytes kept while a forward or backward runs, beside what that work itself needs."""
         self.after_backward = chunk in self._turned
         self._turned.discard(chunk)
+        self.beside_output = self.shape.vpp == 1 and self._last_backward is not None
         if forward:
             self._begin(chunk, microbatch)
         kept = COUNTER + self._logged

@@ -126,8 +126,12 @@ class Microbatch:
         """Bytes of the number of tokens: see ``ChunkMemory.counted_bytes``."""
         return self._recorder.memory.size_of(tensors(self._tokens))
 
-    def backward(self) -> Recorded:
-        """Run the backward and forget the microbatch."""
+    def backward(self, *, forget: bool = True) -> Recorded:
+        """Run the backward and forget the microbatch.
+
+        Args:
+            forget: Whether also the output, as by :meth:`forget_output`.
+        """
         from megatron.core.pipeline_parallel import schedules
         from megatron.core.utils import get_attr_wrapped_model
 
@@ -151,13 +155,18 @@ class Microbatch:
             self._note("input_gradient", self._received.grad)
             recorder.memory.untrack(tensors(transfers))
         self._received = self._gradient = self._tokens = None
-        held = recorder.memory.live
-        self._output = None
-        if self.stub:
-            self.graph = held - recorder.memory.live - self.stub
+        if forget:
+            self.forget_output()
         offloading.end_of_step(config)
         gc.collect()
         return calls
+
+    def forget_output(self) -> None:
+        """Refer to the output and its graph no longer, as a schedule at its next forward."""
+        held = self._recorder.memory.live
+        self._output = None
+        if self.stub:
+            self.graph = held - self._recorder.memory.live - self.stub
 
 
 def record(make: Callable[[list[Any]], Microbatch], memory: LiveBytes, index: int,

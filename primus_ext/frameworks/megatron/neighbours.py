@@ -27,6 +27,7 @@ class _Several:
         self._make, self._memory = make, memory
         self._losses: list[Any] = []
         self._running: list[Microbatch] = []
+        self._finished: Microbatch | None = None
         self._base = memory.live - alone.leftover_bytes
 
     def _apart(self) -> int:
@@ -44,23 +45,33 @@ class _Several:
         self._memory.mark()
         one.forward(first)
         self._running.append(one)
+        if self._finished is not None:
+            self._finished.forget_output()
+            self._finished = None
         return one.forward_peaks[1] - before
 
-    def backward(self) -> int:
-        """Backward of the oldest; its highest point."""
+    def backward(self, *, forget: bool = True) -> int:
+        """Backward of the oldest; its highest point.
+
+        Args:
+            forget: Whether its output is; else the next forward forgets it at its end.
+        """
         before = self._base + self._apart()
         one = self._running.pop(0)
-        one.backward()
+        one.backward(forget=forget)
+        self._finished = None if forget else one
         return one.backward_peak - before
 
 
-def in_flight(make: Maker, memory: LiveBytes, alone: ChunkMemory) -> ChunkMemory:
+def in_flight(make: Maker, memory: LiveBytes, alone: ChunkMemory, beside: bool) -> ChunkMemory:
     """Add what differs while a second microbatch is in flight: modules keep the latest one's.
 
     Args:
         make: A microbatch that reports its losses to the list.
         memory: The recorder's.
         alone: The memory of a microbatch that nothing else is in flight with.
+        beside: Whether the schedule refers to the output of a finished microbatch until its next
+            forward is through.
     """
     if not alone.leftover_bytes:  # modules keep nothing: microbatches don't touch each other
         return alone
@@ -75,13 +86,23 @@ def in_flight(make: Maker, memory: LiveBytes, alone: ChunkMemory) -> ChunkMemory
         inflight_backward_peak_bytes=several.backward() - own,
     )
     kept = several.held - own
-    if not kept:
+    beside = beside and alone.graph_bytes > 0
+    if not kept and not beside:
         several.backward()
         return sizes
-    third = several.forward() - older
+    referred = alone.stub_bytes + alone.graph_bytes if beside else 0
+    several.forward()
+    several.backward(forget=not beside)
+    ahead = several.forward() - older - referred
     several.forward()
     several.backward()
-    after = AfterBackward(kept, third, several.backward() - own, several.backward())
+    after = AfterBackward(kept, ahead, several.backward() - own, several.backward())
+    if beside:
+        several.forward()
+        several.backward(forget=False)
+        peak = several.forward() - referred
+        several.backward()
+        sizes = dataclasses.replace(sizes, forward_peak_beside_bytes=peak)
     return dataclasses.replace(sizes, after_backward=after)
 
 

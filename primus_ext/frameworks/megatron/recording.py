@@ -76,7 +76,8 @@ class _Recording:
         kinds = tuple(recorder.kinds.table)
         del kept
         if self._pipeline:
-            chunks = self._remembering(chunks, neighbours.in_flight)
+            beside = functools.partial(neighbours.in_flight, beside=len(self._model) == 1)
+            chunks = self._remembering(chunks, beside)
         step, sync, gathers = synchronisation.apart(recorder, args, self._model, step)
         ops = tuple(recorder.ops)
         if session.current().request.get("origins", True):
