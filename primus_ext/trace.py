@@ -261,8 +261,8 @@ class ChunkMemory:
     """Part of ``saved_bytes``: what is left of an output that was sent, one element; in the last
     stage of a pipeline the loss."""
     graph_bytes: int = 0
-    """What the graph of such an output keeps after its backward as long as that is referred to: e.g.
-    the handles of DeepEP's exchanges, which are no saved tensors."""
+    """What the graph of such an output keeps after its backward while that is referred to: e.g. the
+    handles of DeepEP's exchanges, which are no saved tensors."""
     leftover_bytes: int = 0
     """What modules keep of a microbatch after its backward, until the chunk's next forward: e.g.
     the token dispatcher's tables."""
@@ -287,6 +287,12 @@ class ChunkMemory:
     """None: the first microbatch of a step is like the others."""
     after_backward: AfterBackward | None = None
     """None: what modules keep then is the same."""
+
+    def sizes(self) -> list[int]:
+        """Every number of bytes that is there."""
+        parts = [part for part in (self, self.first, self.after_backward) if part is not None]
+        values = [getattr(part, field.name) for part in parts for field in dataclasses.fields(part)]
+        return [value for value in values if isinstance(value, int)]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

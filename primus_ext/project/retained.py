@@ -126,7 +126,8 @@ class Retained:
         stub = self.chunks[chunk].stub_bytes
         if not forward and self._after_forward and self._has_steady_part():
             return kept + self._output(chunk) - stub
-        return kept + (self._stub(chunk) if chunk in self._finished else 0)  # its backward has passed
+        backward_has_passed = chunk in self._finished
+        return kept + (self._stub(chunk) if backward_has_passed else 0)
 
     def _has_steady_part(self) -> bool:
         """Whether forwards and backwards alternate; what a warm-up makes is sent and freed."""

@@ -71,7 +71,7 @@ class Microbatch:
         self.stub = 0
         """Bytes of what is left of the output after its backward: ``ChunkMemory.stub_bytes``."""
         self.graph = 0
-        """Bytes that the graph of the output keeps after its backward: ``ChunkMemory.graph_bytes``."""
+        """Bytes that the output's graph keeps after its backward: ``ChunkMemory.graph_bytes``."""
         self.crossing: dict[str, int] = {}
         """Numbers in the innermost log of what crosses the boundaries: see ``ChunkEvents``."""
         self.last = False
