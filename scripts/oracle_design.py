@@ -204,6 +204,9 @@ RULES: list[Rule] = [
      or ep == "2 etp1"),
     ("Megatron: multi-token prediction needs rotary positions", ("stages", "positions"),
      lambda stages, positions: stages != "mtp" or positions == "rope"),
+    ("a stage of predictions sends its neighbours' shapes, which virtual peers know for one chunk",
+     ("stages", "pipeline"),
+     lambda stages, pipeline: stages != "mtp" or pipeline in ("2", "4")),
     ("Megatron: FP8 weights are gathered by the distributed optimizer", ("weights", "optimizer"),
      lambda weights, optimizer: weights == "own copies"
      or optimizer in ("distributed", "overlap grad", "overlap both")),
@@ -367,7 +370,7 @@ def arguments(config: Config) -> str:
     words += recomputed(config)
     if config["mlp"] != "dense":
         words.append(EXPERTS)
-    if config["mlp"] != "dense" and config["activation"] == "gelu bias":
+    if config["mlp"] in GROUPED and config["activation"] == "gelu bias":
         words.append("--no-bias-dropout-fusion --no-bias-gelu-fusion")
     if config["mlp"] == "dense first":
         words.append(f"--moe-layer-freq ([0]*1+[1]*{count - 1})")

@@ -236,21 +236,26 @@ def _position(chunk: Any) -> tuple[bool, bool]:
     return bool(embedding), bool(output)
 
 
-def _received(config: Any, chunk: int) -> torch.Tensor:
-    """The activation that a chunk receives: ``[seq, mbs, hidden]``.
+def received_shape(config: Any, stage: int) -> tuple[int, int, int]:
+    """Shape of the activation that a virtual stage receives: ``[seq, mbs, hidden]``.
 
     Behind a stage with multi-token prediction the sequence comes once more for each prediction.
     """
-    from megatron.core import parallel_state
-
     args = plans.arguments()
     length = args.seq_length // config.context_parallel_size
     if config.sequence_parallel:
         length //= config.tensor_model_parallel_size
+    length *= 1 + roles.predictions_before(config, stage)
+    return length, args.micro_batch_size, config.hidden_size
+
+
+def _received(config: Any, chunk: int) -> torch.Tensor:
+    """The activation that a chunk receives."""
+    from megatron.core import parallel_state
+
     stage = chunk * config.pipeline_model_parallel_size
     stage += parallel_state.get_pipeline_model_parallel_rank()
-    length *= 1 + roles.predictions_before(config, stage)
-    shape = (length, args.micro_batch_size, config.hidden_size)
+    shape = received_shape(config, stage)
     return fill(torch.empty(shape, dtype=config.pipeline_dtype, requires_grad=True))
 
 

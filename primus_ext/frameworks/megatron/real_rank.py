@@ -6,6 +6,7 @@ The other ranks stay virtual, unless the request has a ``rendezvous``: then they
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 from collections.abc import Callable
 from types import TracebackType
@@ -74,6 +75,7 @@ def peak(
     """
     observer = Observer()
     _force_balance()
+    _let_any_value_pass()
     if "rendezvous" not in session.current().request:
         virtual_peers.answer()
     device_kernels.write_random_values()
@@ -105,3 +107,19 @@ def _force_balance() -> None:
         return probs, chosen
 
     TopKRouter.forward = balanced
+
+
+def _let_any_value_pass() -> None:
+    """Checks of losses and gradients run and cost what they cost, but nothing comes of them.
+
+    What virtual ranks and device kernels write are no results; sums of them may well be NaN.
+    """
+    from megatron.core.rerun_state_machine import RerunStateMachine
+
+    validate = RerunStateMachine.validate_result
+
+    def checked(self: Any, *args: Any, **kwargs: Any) -> None:
+        with contextlib.suppress(RuntimeError):
+            validate(self, *args, **kwargs)
+
+    RerunStateMachine.validate_result = checked
