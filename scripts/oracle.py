@@ -2,7 +2,8 @@
 """The oracle of memory: three peaks of every pipeline role of every job of the covering design.
 
 ``python scripts/oracle.py [--only m01 m02] [--work DIR]`` runs what is not in DIR yet and writes
-``validation/memory_oracle.csv``.  Peaks are bytes of live tensors in the second step:
+``validation/memory_oracle.csv``, where sides of configurations that are neither in DIR nor run
+stay as they are.  Peaks are bytes of live tensors in the second step:
 
 * composed: what a projection says (``memory.per_role[].peak_bytes``);
 * virtual: Megatron's own loop on that rank, tensors without storage, metered by our recorder;
@@ -19,7 +20,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +38,7 @@ SIDES = ("composed", "virtual", "real")
 GLOO, MOST_PROCESSES = "gloo", 4
 NOT_RUN = "-"
 DIFFERENCES = ("virtual - composed", "real - virtual", "gloo - real")
-COLUMNS: tuple[str, ...] = ("id", "role", *SIDES, GLOO, *DIFFERENCES, "reason")
+COLUMNS: tuple[str, ...] = ("id", "role", *SIDES, GLOO, *DIFFERENCES, "reason", "asked")
 SLICE = 4
 """Configurations that one process answers; their results are kept when it ends."""
 TARGETS = {(9, 0): "h100", (10, 0): "b200"}
@@ -104,8 +105,13 @@ def stage_count(entry: dict[str, Any]) -> int:
 
 def answer_path(entry: dict[str, Any], side: str, work: Path) -> Path:
     """Where the answer lies, by what was asked: another design keeps what is the same."""
+    return work / f"{asked_of(entry)}.{side}.json"
+
+
+def asked_of(entry: dict[str, Any]) -> str:
+    """Digest of what a configuration asks for; its id may come to mean another one."""
     asked = json.dumps([entry["world"], entry["capability"], entry["args"]])
-    return work / f"{hashlib.sha256(asked.encode()).hexdigest()[:12]}.{side}.json"
+    return hashlib.sha256(asked.encode()).hexdigest()[:12]
 
 
 def run(entries: Iterable[dict[str, Any]], sides: Iterable[str], work: Path) -> None:
@@ -185,15 +191,25 @@ def peaks(entry: dict[str, Any], side: str, work: Path) -> list[int] | str:
     return [role.peak_bytes for role in projected.memory.per_role]
 
 
-def rows(entries: Iterable[dict[str, Any]], work: Path) -> list[dict[str, Any]]:
-    """One row a role of every configuration that was run: the peaks and their differences."""
+def rows(
+    entries: Iterable[dict[str, Any]], work: Path, before: Sequence[dict[str, str]] = ()
+) -> list[dict[str, Any]]:
+    """One row a role of every configuration that was run: the peaks and their differences.
+
+    Args:
+        entries: Configurations.
+        work: Where answers lie.
+        before: Rows of a table; sides that were not run stay as they are there.
+    """
     table: list[dict[str, Any]] = []
     for entry in entries:
         found = {side: peaks(entry, side, work) for side in (*SIDES, GLOO)}
+        found = carried(entry, found, before)
         if NOT_RUN in [found[side] for side in SIDES]:
             continue
         for role in range(stage_count(entry)):
             row: dict[str, Any] = {"id": entry["id"], "role": f"pp stage {role}"}
+            row["asked"] = asked_of(entry)
             for side, values in found.items():
                 row[side] = values[role] if isinstance(values, list) else values
             row["virtual - composed"] = difference(row["virtual"], row["composed"])
@@ -202,6 +218,20 @@ def rows(entries: Iterable[dict[str, Any]], work: Path) -> list[dict[str, Any]]:
             row["reason"] = reason(entry, row)
             table.append(row)
     return table
+
+
+def carried(
+    entry: dict[str, Any], found: dict[str, Any], before: Sequence[dict[str, str]]
+) -> dict[str, Any]:
+    """Peaks with those of the table where a side was not run again."""
+    mine = [row for row in before if row["id"] == entry["id"] and row["asked"] == asked_of(entry)]
+    known = {side: [row[side] for row in mine] for side in found if mine}
+    return {
+        side: [int(v) if v.isdigit() else v for v in known[side]]
+        if values == NOT_RUN and known
+        else values
+        for side, values in found.items()
+    }
 
 
 def reason(entry: dict[str, Any], row: dict[str, Any]) -> str:
@@ -251,10 +281,13 @@ def main() -> None:
     run(chosen, [side for side in options.sides if side != GLOO], work)
     if GLOO in options.sides:
         run_gloo(chosen, work)
+    with TABLE.open(newline="") as file:
+        before = list(csv.DictReader(file))
+    found = rows(entries, work, before)
     with TABLE.open("w", newline="") as file:
         writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
         writer.writeheader()
-        writer.writerows(rows(entries, work))
+        writer.writerows(found)
 
 
 if __name__ == "__main__":

@@ -93,7 +93,7 @@ def _answer_shapes(model: list[Any]) -> None:
     stage = parallel_state.get_pipeline_model_parallel_rank()
     asked = P2PCommunicator._communicate_shapes
 
-    def answered(self: Any, *args: Any, **kwargs: Any) -> list[Any]:
+    def answered(self: Any, *args: Any, **kwargs: Any) -> Any:
         asked(self, *args, **kwargs)
         return [microbatch.received_shape(config, stage + behind) for behind in (0, 1)]
 
