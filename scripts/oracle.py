@@ -243,6 +243,8 @@ def reason(entry: dict[str, Any], row: dict[str, Any]) -> str:
 
 def _short(answer: str) -> str:
     """What the answer of a side that gave no peaks comes to."""
+    if answer == NOT_RUN:
+        return "not run yet"
     return next((words for sign, words in NO_PEAKS.items() if sign in answer), "")
 
 
@@ -251,7 +253,6 @@ NO_PEAKS = {
     "pop from empty list": "open: Transformer Engine's checkpoint ends with an IndexError; FP8, "
     "recomputed MLP, predictions",
     "the Hadamard transform": "not run since NVFP4 has arithmetic",
-    NOT_RUN: "not run yet",
 }
 """Sides that gave no peaks: a part of their answer, and what it comes to."""
 
