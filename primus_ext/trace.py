@@ -206,6 +206,43 @@ class StaticEvents:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class FirstMicrobatch:
+    """Memory of the first microbatch of a step where it differs, as in ``ChunkMemory``.
+
+    Its forward quantizes the weights again.  Without gradients (recomputation) it drops the copies
+    that only a backward needs, and its backward makes them again.
+    """
+
+    absent_bytes: int
+    """Of tensors that are static otherwise, not there between its forward and its backward."""
+    forward_peak_bytes: int
+    """What modules kept of the step before counted in."""
+    backward_peak_bytes: int | None = None
+    """Above the state before its forward, when nothing was absent yet.  None: the same."""
+    inflight_backward_peak_bytes: int | None = None
+    """The same with a later microbatch in flight."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class AfterBackward:
+    """What differs once a microbatch's backward has passed in the chunk with later ones in flight.
+
+    Recomputation gives modules tensors with a graph, which holds the recomputed part's input and
+    its gradient until modules are given others.
+    """
+
+    leftover_bytes: int
+    """Kept until the chunk's next forward or backward, beside what the later ones hold."""
+    forward_peak_bytes: int
+    """Highest point inside the forward that comes next, above what those in flight hold; what the
+    schedule counts of the output of the microbatch before left out."""
+    backward_peak_bytes: int
+    """The same of a backward that comes next, with a later microbatch in flight."""
+    last_backward_peak_bytes: int
+    """The same of a backward that comes next, with no other microbatch in flight."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class ChunkMemory:
     """Live tensor bytes of one microbatch through one model chunk, above what was live before."""
 
@@ -223,12 +260,18 @@ class ChunkMemory:
     stub_bytes: int = 0
     """Part of ``saved_bytes``: what is left of an output that was sent, one element; in the last
     stage of a pipeline the loss."""
+    graph_bytes: int = 0
+    """What the graph of such an output keeps after its backward while that is referred to: e.g. the
+    handles of DeepEP's exchanges, which are no saved tensors."""
     leftover_bytes: int = 0
     """What modules keep of a microbatch after its backward, until the chunk's next forward: e.g.
     the token dispatcher's tables."""
     forward_peak_after_bytes: int | None = None
     """As ``forward_peak_bytes`` where such leftovers of a microbatch before exist, counted in; they
     go while the forward passes.  None: the same."""
+    forward_peak_beside_bytes: int | None = None
+    """The same where the schedule still refers to the output of that microbatch; what it counts of
+    that, ``stub_bytes`` and ``graph_bytes``, left out.  None: the same."""
     inflight_saved_bytes: int | None = None
     """``saved_bytes`` once another microbatch's forward has passed: modules keep the latest one's
     tables only.  None: the same."""
@@ -240,6 +283,16 @@ class ChunkMemory:
     without this microbatch.  None: ``backward_peak_bytes``."""
     host_bytes: int = 0
     """Of host memory, held from the end of the forward to the backward (offloaded tensors)."""
+    first: FirstMicrobatch | None = None
+    """None: the first microbatch of a step is like the others."""
+    after_backward: AfterBackward | None = None
+    """None: what modules keep then is the same."""
+
+    def sizes(self) -> list[int]:
+        """Every number of bytes that is there."""
+        parts = [part for part in (self, self.first, self.after_backward) if part is not None]
+        values = [getattr(part, field.name) for part in parts for field in dataclasses.fields(part)]
+        return [value for value in values if isinstance(value, int)]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

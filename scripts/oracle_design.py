@@ -31,6 +31,7 @@ Pair = tuple[tuple[str, str], tuple[str, str]]
 RECIPE = "--fp8-format {} --fp8-recipe {}"
 SELECTIVE = "--recompute-granularity selective --recompute-modules "
 FULL = "--recompute-granularity full --recompute-num-layers 1 --recompute-method "
+LAYOUT = "--pipeline-model-parallel-layout"
 DISTRIBUTED = "--use-distributed-optimizer "
 KNOBS: dict[str, dict[str, str]] = {
     "tp": {
@@ -46,7 +47,7 @@ KNOBS: dict[str, dict[str, str]] = {
         "2x2": "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2",
         "4x2": "--pipeline-model-parallel-size 4 --num-virtual-stages-per-pipeline-rank 2",
     },
-    "stages": {"even": "", "first": "", "account": "", "layout": ""},
+    "stages": {"even": "", "first": "", "account": "", "layout": "", "mtp": "--mtp-num-layers 1"},
     "cp": {
         "1": "",
         "2 p2p": "--context-parallel-size 2 --cp-comm-type p2p",
@@ -62,7 +63,9 @@ KNOBS: dict[str, dict[str, str]] = {
         "overlap both": DISTRIBUTED + "--overlap-grad-reduce --overlap-param-gather",
         "precision aware": DISTRIBUTED + "--use-precision-aware-optimizer --exp-avg-dtype bf16 "
         "--exp-avg-sq-dtype bf16 --main-params-dtype fp16",
+        "muon": "--optimizer muon",
     },
+    "weights": {"own copies": "", "gathered in fp8": "--fp8-param-gather"},
     "gradients": {
         "fused": "",
         "unfused": "--no-gradient-accumulation-fusion",
@@ -85,6 +88,7 @@ KNOBS: dict[str, dict[str, str]] = {
         "-": "",
         "alltoall": "--moe-token-dispatcher-type alltoall",
         "alltoall fused": "--moe-token-dispatcher-type alltoall --moe-permute-fusion",
+        "allgather": "--moe-token-dispatcher-type allgather",
     },
     "attention": {
         "mha": "",
@@ -198,6 +202,18 @@ RULES: list[Rule] = [
     ("Megatron: biases of experts need etp 1", ("mlp", "activation", "ep", "tp"),
      lambda mlp, activation, ep, tp: mlp == "dense" or activation != "gelu bias" or tp == "1"
      or ep == "2 etp1"),
+    ("Megatron: multi-token prediction needs rotary positions", ("stages", "positions"),
+     lambda stages, positions: stages != "mtp" or positions == "rope"),
+    ("a stage of predictions sends its neighbours' shapes, which virtual peers know for one chunk",
+     ("stages", "pipeline"),
+     lambda stages, pipeline: stages != "mtp" or pipeline in ("2", "4")),
+    ("Megatron: FP8 weights are gathered by the distributed optimizer", ("weights", "optimizer"),
+     lambda weights, optimizer: weights == "own copies"
+     or optimizer in ("distributed", "overlap grad", "overlap both")),
+    ("FP8 weights need an FP8 recipe; that of MXFP8 shares the gradients' buffer",
+     ("weights", "precision"),
+     lambda weights, precision: weights == "own copies"
+     or precision in ("fp8 delayed", "fp8 tensorwise", "fp8 blockwise")),
     ("Megatron: delayed scaling can't recompute norms", ("recompute", "precision"),
      lambda recompute, precision: (recompute, precision) != ("norms", "fp8 delayed")),
 ]  # fmt: skip
@@ -264,11 +280,13 @@ def design(kept: Sequence[Config] = ()) -> list[Config]:
     """Configurations that cover every legal pair, and every value :data:`AT_LEAST` times.
 
     Args:
-        kept: Configurations to start from; those that a rule forbids are left out.
+        kept: Configurations to start from; those that a rule forbids are left out.  A knob that
+            they don't have yet has its first value.
     """
     rng = random.Random(SEED)
     found = [
-        c for c in kept
+        c for c in ({knob: c.get(knob, next(iter(KNOBS[knob]))) for knob in {**KNOBS, **c}}
+                    for c in kept)
         if c.keys() == KNOBS.keys() and all(c[k] in KNOBS[k] and legal(c, k) for k in c)
     ]
     missing = legal_pairs().difference(*map(pairs_of, found))
@@ -322,9 +340,12 @@ def layers(config: Config) -> tuple[int, str]:
         return (2 if chunks < 8 else 1) * chunks - 2, (
             "--account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split"
         )
+    if how == "mtp":  # predictions in a stage of their own where there are enough
+        inner = "t|" * (chunks - 3)
+        return (chunks - 2, f"{LAYOUT} Et|{inner}m|L") if chunks > 2 else (2, f"{LAYOUT} Ett|mL")
     if how == "layout":
         inner = "t|" * (chunks - 2)
-        return chunks + 1, f"--pipeline-model-parallel-layout Et|{inner}ttL"
+        return chunks + 1, f"{LAYOUT} Et|{inner}ttL"
     return single * chunks, ""
 
 
@@ -344,7 +365,7 @@ def arguments(config: Config) -> str:
     count, split = layers(config)
     words = [COMMON, split, f"--num-layers {count}"]
     words += [values[config[knob]] for knob, values in KNOBS.items() if knob != "recompute"]
-    if config["stages"] == "layout":  # its columns are the chunks
+    if config["stages"] in ("layout", "mtp"):  # its columns are the chunks
         words = [w.partition(" --num-virtual")[0] for w in words]
     words += recomputed(config)
     if config["mlp"] != "dense":

@@ -59,14 +59,8 @@ def compared(tmp_path: Path, world: int, args: str, **request: Any) -> list[Comp
     ]
 
 
-def assert_same(found: list[Compared], missed: int = 0) -> None:
-    """Device and host memory, to the byte.
-
-    Args:
-        found: Every rank.
-        missed: Bytes of device memory that composition may be off by.
-    """
+def assert_same(found: list[Compared]) -> None:
+    """Device and host memory of every rank, to the byte."""
     for one in found:
-        difference = one.whole["peak_bytes"] - one.composed.peak_bytes
-        assert abs(difference) <= missed, (difference, one.composed)
+        assert one.whole["peak_bytes"] == one.composed.peak_bytes, one.composed
         assert one.whole["host_peak_bytes"] == one.composed.host_bytes

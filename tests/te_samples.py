@@ -14,9 +14,6 @@ Sampler = Callable[[random.Random], Call]
 SAMPLES: dict[str, Sampler] = {}
 """One sampler per operator (name with overload)."""
 
-NO_REAL_ARITHMETIC = ("hadamard_transform", "split_quantize")
-"""Operators whose CPU kernels refuse."""
-
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -193,7 +190,10 @@ def _quantize(r: random.Random) -> Call:
 
 @sample("compute_amax")
 def _compute_amax(r: random.Random) -> Call:
-    return (normal(r, 3, r.randint(1, 9)), [torch.zeros(1)]), {"kind": "plain"}
+    kind = r.choice(("plain", "hadamard"))
+    rows = 16 if kind == "hadamard" else 3
+    buffers = [torch.zeros(1) for _ in range(r.randint(1, 2))]
+    return (normal(r, rows, r.randint(1, 9)), buffers), {"kind": kind}
 
 
 @sample("compute_scale")
@@ -245,8 +245,13 @@ def _hadamard(r: random.Random) -> Call:
 
 @sample("split_quantize")
 def _split_quantize(r: random.Random) -> Call:
-    return (torch.randn(32, 32), [], [byte(16, 16)], [byte(128, 4)], [], []), {
-        "format": "fp4_e2m1/nvfp4", "hadamard": True, "stochastic_rounding": False}
+    splits = [16 * r.randint(1, 3) for _ in range(2)]
+    x, by_col = normal(r, sum(splits), 32), r.random() < 0.5
+    rows = [[byte(n, 16) for n in splits], [byte(128, 4) for _ in splits]]
+    cols = [[byte(32, n // 2) for n in splits], [byte(128, 4) for _ in splits]]
+    return (x, [], *(rows if r.random() < 0.5 or not by_col else ([], [])),
+            *(cols if by_col else ([], []))), {
+        "format": "fp4_e2m1/nvfp4", "hadamard": by_col, "stochastic_rounding": False}
 
 
 @sample("swizzle_scales")

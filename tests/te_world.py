@@ -323,7 +323,7 @@ def recipes(name: str, kind: str) -> Any:
     from primus_ext.emulate import virtual_world
 
     recipe, answer = recipe_of(name), {}
-    for world in ("fake",) if name == "NVFP4BlockScaling" else ("fake", "real"):
+    for world in ("fake", "real"):
         stand_in.reset()
         space = virtual_world.no_storage() if world == "fake" else contextlib.nullcontext()
         with space:
@@ -359,6 +359,24 @@ def recipes(name: str, kind: str) -> Any:
                     for a, b in zip(outputs[-1], outputs[0], strict=True)
                 ]
     return answer
+
+
+def nvfp4_reference() -> Any:
+    """Both copies of a matrix by Transformer Engine's reference in Python, without random signs."""
+    import torch
+    from transformer_engine.pytorch.custom_recipes import reference_nvfp4, reference_utils
+
+    torch.manual_seed(0)
+    x = torch.randn(32, 48) * torch.logspace(-2, 1, 48)
+    quantizer = reference_nvfp4.NVFP4QuantizerRef(
+        reference_utils.Fp4Formats.E2M1, with_rht=True, with_random_sign_mask=False)
+    row, row_scales, col, col_scales, row_amax, col_amax = quantizer._quantize(x)[:6]
+    return {
+        "x": x.tolist(), "row": row.tolist(), "col": col.tolist(),
+        "row_scales": row_scales.view(torch.uint8).tolist(),
+        "col_scales": col_scales.view(torch.uint8).tolist(),
+        "row_amax": row_amax.item(), "col_amax": col_amax.item(),
+    }
 
 
 def surface() -> Any:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.breadth import PP2, SHAPE, assert_same, compared
 from tests.emulation import emulate
 
 HIDDEN, HEADS, Q_RANK, KV_RANK, NOPE, ROPE, VALUE = 7168, 128, 1536, 512, 128, 64, 128
@@ -102,3 +103,20 @@ def test_a_prediction_layer_in_a_stage_of_its_own(tmp_path: Path) -> None:
     ends = 2 * 1023 * 256 + 256
     # rank 0 holds a second copy of the embedding for the prediction, which counts once
     assert sum(t["global_parameters"] for t in answer["traces"]) == 4 * layer + mtp + ends
+
+
+@pytest.mark.slow
+def test_handles_of_exchanges_outlive_the_backward(tmp_path: Path) -> None:
+    """The schedule refers to an output and its graph until its next forward is through.
+
+    The graph holds what DeepEP's functions put on their contexts, in both expert layers.
+    """
+    experts = (
+        "--num-experts 8 --moe-router-topk 2 --expert-model-parallel-size 2 "
+        "--expert-tensor-parallel-size 1 --moe-grouped-gemm --moe-token-dispatcher-type flex "
+        "--moe-flex-dispatcher-backend deepep --moe-router-dtype fp32 "
+    )
+    split = "--pipeline-model-parallel-layout Et|tmL --num-layers 2 --mtp-num-layers 1 "
+    found = compared(tmp_path, 4, SHAPE + experts + PP2 + split)
+    assert_same(found)
+    assert all(one.trace.chunks[0].memory.graph_bytes > 0 for one in found)

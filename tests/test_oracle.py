@@ -26,7 +26,9 @@ def cheapest(count: int, **wanted: str) -> list[str]:
 
 FAST = [*cheapest(1, mlp="dense", precision="fp8 blockwise"), *cheapest(1, mlp="sequential")]
 SLOW = [*cheapest(3, pipeline="2"), *cheapest(2, pipeline="1", mlp="shared"),
-        *cheapest(1, mlp="dense first"), *cheapest(1, recompute="uniform")]  # fmt: skip
+        *cheapest(1, mlp="dense first"), *cheapest(1, recompute="uniform"),
+        *cheapest(1, recompute="block", precision="fp8 blockwise", pipeline="4"),
+        *cheapest(1, precision="nvfp4"), *cheapest(1, stages="mtp")]  # fmt: skip
 
 
 def require_equal(ids: list[str], work: Path) -> None:

@@ -14,7 +14,7 @@ from primus_ext.project.compose import schedule_shape
 from primus_ext.project.programs import Shape
 from primus_ext.project.retained import COUNTER
 from primus_ext.project.schedule import programs
-from primus_ext.trace import ChunkMemory, RankTrace
+from primus_ext.trace import AfterBackward, ChunkMemory, FirstMicrobatch, RankTrace
 from tests.synthetic import Job, plan, trace, traces
 
 GIB = 2**30
@@ -123,6 +123,10 @@ def test_a_shorter_schedule_has_the_same_highest_moment(
             inflight_saved_bytes=saved + 3 * c,
             inflight_forward_peak_bytes=saved + 7 * c + 4 + 2 * kept,
             inflight_backward_peak_bytes=saved + 11 * c + 9,
+            first=FirstMicrobatch(kept // 2, saved + 7 * c + 5 + kept, saved + 11 * c + 9, None),
+            after_backward=AfterBackward(
+                logged, saved + 7 * c + 7, saved + 11 * c + 9 + logged, saved + 11 * c + 10 + kept
+            ),
         )
         for c in range(vpp)
     ]  # fmt: skip
@@ -133,6 +137,30 @@ def test_a_shorter_schedule_has_the_same_highest_moment(
     skipped = shape.microbatches - short.microbatches
     less = inflight.peak(short, programs(short)[rank], rank, chunks, boundary, skipped)
     assert less.total == full.total
+
+
+def moment(chunks: list[ChunkMemory], rank: int, shape: Shape) -> int:
+    return inflight.peak(shape, programs(shape)[rank], rank, chunks, [0] * (shape.stages - 1)).total
+
+
+@pytest.mark.parametrize(("rank", "lower"), [(0, 10), (1, 0)])
+def test_copies_that_a_first_backward_makes_are_absent_before_it(rank: int, lower: int) -> None:
+    """They are back in the second backward, which in stage 0 has no other microbatch beside it."""
+    shape = Shape(pp=2, microbatches=2)
+    usual = ChunkMemory(10, 20, 90)
+    first = FirstMicrobatch(40, 20, 50, 50)
+    found = moment([dataclasses.replace(usual, first=first)], rank, shape)
+    assert moment([usual], rank, shape) - found == lower
+    one = moment([dataclasses.replace(usual, first=first)], rank, Shape(pp=2, microbatches=1))
+    assert found - one == 40
+
+
+def test_a_graph_that_a_backward_leaves_counts_while_another_chunk_works() -> None:
+    """Rank 1 of 2, two chunks: chunk 0 runs two backwards before chunk 1 runs again."""
+    shape = Shape(pp=2, vpp=2, microbatches=4, overlap_p2p=True)
+    small, big = ChunkMemory(10, 20, 30), ChunkMemory(10, 20, 500)
+    left = dataclasses.replace(small, after_backward=AfterBackward(7, 20, 30, 30))
+    assert moment([left, big], 1, shape) - moment([small, big], 1, shape) == 7
 
 
 @given(pp=st.integers(2, 5), vpp=st.integers(1, 3), groups=st.integers(1, 4),

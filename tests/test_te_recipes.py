@@ -89,19 +89,22 @@ def test_fake_tensors_take_what_real_ones_take(
     answer = answers(capability, recipe, kind)
     fake = answer["fake"]
     assert fake["saved"] and fake["peak"] > 0
-    if "real" in answer:  # NVFP4 has no real arithmetic
-        real = answer["real"]
-        assert fake["saved"] == real["saved"]
-        assert fake["peak"] == real["peak"]
-        assert fake["ops"] == real["ops"]
+    real = answer["real"]
+    assert fake["saved"] == real["saved"]
+    assert fake["peak"] == real["peak"]
+    assert fake["ops"] == real["ops"]
 
 
-@pytest.mark.parametrize(("capability", "recipe"), CASES[:-1])
+@pytest.mark.parametrize(("capability", "recipe"), CASES)
 @pytest.mark.parametrize("kind", KINDS)
-def test_numbers_stay_within_fp8(answers: Any, capability: str, recipe: str, kind: str) -> None:
-    """Output, input and parameter gradients against bf16; E4M3 rounds to 2**-4, E5M2 to 2**-3."""
+def test_numbers_stay_near(answers: Any, capability: str, recipe: str, kind: str) -> None:
+    """Output, input and parameter gradients against bf16.
+
+    E4M3 rounds to 2**-4, E5M2 to 2**-3, E2M1 to 2**-2.
+    """
     errors = answers(capability, recipe, kind)["errors"]
-    limit = 0.08 if recipe in ("DelayedScaling", "Float8CurrentScaling") else 0.05
+    limits = {"DelayedScaling": 0.08, "Float8CurrentScaling": 0.08, "NVFP4BlockScaling": 0.2}
+    limit = limits.get(recipe, 0.05)
     assert max(errors) <= limit
     assert sum(e > 0.01 for e in errors) >= 2  # it was quantized
 

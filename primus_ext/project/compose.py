@@ -202,7 +202,7 @@ def stage_traces(
                 f"plan has vpp={parallelism.vpp}"
             )
         for chunk in trace.chunks:
-            if min(size or 0 for size in dataclasses.astuple(chunk.memory)) < 0:
+            if min(chunk.memory.sizes()) < 0:
                 raise PlanError(
                     f"the trace of pipeline rank {rank} has negative memory: {chunk.memory}"
                 )

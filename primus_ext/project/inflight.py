@@ -22,11 +22,13 @@ class Moment:
     """Received and not used yet, computed and not sent yet, or used and not forgotten yet."""
     microbatches: tuple[int, ...]
     """In flight, by chunk."""
+    absent: int = 0
+    """Of the static tensors, not there: copies of quantized weights for the backward."""
 
     @property
     def total(self) -> int:
         """All of it."""
-        return self.activations + self.temporaries + self.communication
+        return self.activations + self.temporaries + self.communication - self.absent
 
 
 def steady(shape: Shape) -> Shape:
@@ -111,6 +113,7 @@ def peak(
     live = _Live(shape, rank, sizes)
     retained = Retained(shape, rank, sizes, chunks, skipped)
     counts = [0 for _ in chunks]
+    incomplete: set[int] = set()  # chunks whose first backward has yet to run
     best = Moment(0, 0, 0, tuple(counts))
     for kind, first, second in program:
         if kind == TRANSFER:
@@ -120,20 +123,29 @@ def peak(
         taken, made = live.work(forward, first, second)
         live.buffers -= taken
         counts[first] += forward
-        several = counts[first] > 1
+        incomplete.discard(first) if second == 0 else None
         held = live.buffers + retained.during(forward, first, second)
         saved = sum(_saved(chunks[i], count) for i, count in enumerate(counts))
-        top = _top(memory, forward, several, retained.after_another)
+        top = _top(memory, forward, second == 0, counts[first] > 1, retained)
         # what this microbatch has in the sum: a new one comes last, the oldest goes first
         others = _saved(memory, counts[first] - 1)
         own = memory.saved_bytes if forward else _saved(memory, counts[first]) - others
-        above = max(0, top - own)
-        if saved + above + held > best.total:
-            best = Moment(saved, above, held, tuple(counts))
+        absent = sum(_absent(chunks[chunk]) for chunk in incomplete)
+        if second == 0:  # its own are in its highest point
+            absent += min(_absent(memory), max(0, own - top))
+        moment = Moment(saved, max(0, top - own), held, tuple(counts), absent)
+        if moment.total > best.total:
+            best = moment
         retained.after(forward, first, second)
+        if forward and second == 0:
+            incomplete.add(first)
         counts[first] -= not forward
         live.buffers += made
     return best
+
+
+def _absent(memory: ChunkMemory) -> int:
+    return memory.first.absent_bytes if memory.first else 0
 
 
 def _saved(memory: ChunkMemory, count: int) -> int:
@@ -144,16 +156,33 @@ def _saved(memory: ChunkMemory, count: int) -> int:
     return memory.saved_bytes + (count - 1) * older if count else 0
 
 
-def _top(memory: ChunkMemory, forward: bool, several: bool, after_another: bool) -> int:
-    """Highest point of the work on one microbatch above the others in its chunk."""
-    found = None
+def _top(memory: ChunkMemory, forward: bool, first: bool, several: bool, retained: Retained) -> int:
+    """Highest point of the work on one microbatch above the others in its chunk.
+
+    Args:
+        memory: Of a microbatch.
+        forward: Whether it is the forward.
+        first: Whether the microbatch is the first of the step.
+        several: Whether others are in flight in the chunk.
+        retained: What the work finds there.
+    """
+    apart = memory.first if first else None
+    after = memory.after_backward if retained.after_backward else None
     if forward:
-        usual = memory.forward_peak_bytes
-        if several:
-            found = memory.inflight_forward_peak_bytes
-        elif after_another:
+        if apart is not None:
+            return apart.forward_peak_bytes
+        found = memory.inflight_forward_peak_bytes if several else None
+        if several and after is not None:
+            found = after.forward_peak_bytes
+        elif not several and retained.after_another:
             found = memory.forward_peak_after_bytes
-    else:
-        usual = memory.backward_peak_bytes
-        found = memory.inflight_backward_peak_bytes if several else None
-    return usual if found is None else found
+            if retained.beside_output and memory.forward_peak_beside_bytes is not None:
+                found = memory.forward_peak_beside_bytes
+        return memory.forward_peak_bytes if found is None else found
+    found = memory.inflight_backward_peak_bytes if several else None
+    if after is not None:
+        found = after.backward_peak_bytes if several else after.last_backward_peak_bytes
+    if apart is not None:
+        its = apart.inflight_backward_peak_bytes if several else apart.backward_peak_bytes
+        found = found if its is None else its
+    return memory.backward_peak_bytes if found is None else found

@@ -80,7 +80,7 @@ def _role(
         activations=moment.activations,
         temporaries=moment.temporaries,
         communication=moment.communication,
-        reserve=static.workspaces,
+        reserve=static.workspaces - moment.absent,
     )
     if trace.chunks[0].microbatches:
         parts = sharded.parts(trace, shape.microbatches)

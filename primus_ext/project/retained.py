@@ -4,7 +4,8 @@ Megatron-core 0.19, ``pipeline_parallel/schedules.py``, local variables of the l
 
 - the gradient of the input that the last backward returned, until the next backward is through;
 - without interleaving, the number of tokens of the last forward; and until the next forward is
-  through, what is left of the output of the last backward, its gradient, and the stage's input;
+  through, what is left of the output of the last backward and its graph keep, its gradient, and
+  the stage's input;
 - interleaved, the output just made until the next forward (it is sent meanwhile), after that what
   took its place, and with overlapped exchanges the input that the last warm-up exchange received,
   to the end.
@@ -43,12 +44,18 @@ class Retained:
     """Microbatches in the steady part of the schedule that are not walked through."""
     after_another: bool = False
     """Whether the forward that runs finds leftovers of a finished microbatch in its chunk."""
+    after_backward: bool = False
+    """Whether the work that runs finds those of the backward before it, others in flight then."""
+    beside_output: bool = False
+    """Whether the forward that runs finds the output of the last backward still referred to."""
     _logged: int = 0
     """Losses of the forwards so far."""
     _latest: dict[int, int] = dataclasses.field(default_factory=dict)
     """Microbatch of the last forward, by chunk."""
     _finished: set[int] = dataclasses.field(default_factory=set)
     """Chunks whose last input went through its backward already."""
+    _turned: set[int] = dataclasses.field(default_factory=set)
+    """Chunks whose last work was a backward, with later microbatches in flight."""
     _last_backward: Work | None = None
     _newest: Work | None = None
     """The last forward."""
@@ -72,13 +79,21 @@ class Retained:
 
     def during(self, forward: bool, chunk: int, microbatch: int) -> int:
         """Bytes kept while a forward or backward runs, beside what that work itself needs."""
+        self.after_backward = chunk in self._turned
+        self._turned.discard(chunk)
+        self.beside_output = self.shape.vpp == 1 and self._last_backward is not None
         if forward:
             self._begin(chunk, microbatch)
         kept = COUNTER + self._logged
         kept += sum(self.chunks[i].leftover_bytes for i in self._finished)
+        kept += sum(self._after_backward(i) for i in self._turned)
         if self.shape.vpp > 1:
             return kept + self._of_interleaved(forward)
         return kept + self._of_1f1b(forward)
+
+    def _after_backward(self, chunk: int) -> int:
+        found = self.chunks[chunk].after_backward
+        return found.leftover_bytes if found else 0
 
     def _begin(self, chunk: int, microbatch: int) -> None:
         self.after_another = chunk in self._finished
@@ -87,6 +102,10 @@ class Retained:
         if chunk == 0 and microbatch == repeats_from(self.shape):
             self._logged += self.skipped * sum(memory.logged_bytes for memory in self.chunks)
 
+    def _stub(self, chunk: int) -> int:
+        """What is left of an output after its backward."""
+        return self.chunks[chunk].stub_bytes + self.chunks[chunk].graph_bytes
+
     def _of_1f1b(self, forward: bool) -> int:
         tokens = self.chunks[0].counted_bytes if self._newest is not None else 0
         if self._last_backward is None:
@@ -94,7 +113,7 @@ class Retained:
         gradient = received = self._input(0)
         if not forward:
             return tokens + gradient
-        return tokens + gradient + received + self._output(0) + self.chunks[0].stub_bytes
+        return tokens + gradient + received + self._output(0) + self._stub(0)
 
     def _of_interleaved(self, forward: bool) -> int:
         """Each tensor once, whoever keeps it."""
@@ -107,7 +126,8 @@ class Retained:
         stub = self.chunks[chunk].stub_bytes
         if not forward and self._after_forward and self._has_steady_part():
             return kept + self._output(chunk) - stub
-        return kept + (stub if chunk in self._finished else 0)  # its backward has passed
+        backward_has_passed = chunk in self._finished
+        return kept + (self._stub(chunk) if backward_has_passed else 0)
 
     def _has_steady_part(self) -> bool:
         """Whether forwards and backwards alternate; what a warm-up makes is sent and freed."""
@@ -124,6 +144,8 @@ class Retained:
         self._last_backward = (chunk, microbatch)
         if self._latest[chunk] == microbatch:
             self._finished.add(chunk)
+        else:
+            self._turned.add(chunk)
         if (chunk, microbatch) == last_of_warm_up(self.shape, self.rank):
             self._warm = (chunk, microbatch)
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from primus_ext.emulate.te import cast, quantizers
+from primus_ext.emulate.te import cast, nvfp4_kernels, quantizers
 from primus_ext.emulate.te.bindings import binding
 from primus_ext.emulate.te.ops import define, nothing
 from primus_ext.emulate.te.target import target
@@ -111,17 +111,30 @@ def _allocate(qs: list[Any], shapes: list[list[int]], dtype: torch.dtype) -> lis
     "bool stochastic_rounding) -> ()",
     fake=nothing,
 )
-def _split_quantize(x: torch.Tensor, *_lists: Any, format: str, **_attrs: Any) -> None:
-    raise NotImplementedError(f"quantization to {format} on real tensors is not emulated")
+def _split_quantize(
+    x: torch.Tensor, _inputs: Any, rows: Any, row_scale_inv: Any, cols: Any, col_scale_inv: Any, *,
+    hadamard: bool, **_attrs: Any,
+) -> None:
+    sizes = [2 * c.numel() for c in (rows or cols)]
+    for i, part in enumerate(x.reshape(-1)[: sum(sizes)].split(sizes)):
+        flat = part.reshape(-1, x.shape[-1])
+        if not flat.numel():
+            continue
+        # both maxima are what the kernel before took of the same values
+        if rows:
+            amax = flat.float().abs().max()
+            nvfp4_kernels.store_rows(flat, rows[i], row_scale_inv[i], amax)
+        if cols:
+            turned = nvfp4_kernels.transform(flat) if hadamard else flat.float().t()
+            nvfp4_kernels.store_rows(turned, cols[i], col_scale_inv[i], turned.abs().max())
 
 
 @define("group_amax(Tensor x, Tensor(a!)[] amax, *, int[] splits, str kind) -> ()", fake=nothing)
 def _group_amax(x: torch.Tensor, amax: Any, *, splits: list[int], kind: str) -> None:
-    if kind != "plain":
-        raise NotImplementedError("the Hadamard transform on real tensors is not emulated")
-    for part, into in zip(x.split(splits), amax, strict=True):
-        if part.numel():
-            into.copy_(part.float().abs().max().expand(into.shape))
+    count = len(splits)
+    for i, part in enumerate(x[: sum(splits)].split(splits)):
+        if part.numel():  # all maxima of the copies for rows, then those for columns
+            nvfp4_kernels.take_maxima(part, amax[i::count], hadamard=kind == "hadamard")
 
 
 def _present(tensors: list[Any], name: str) -> list[torch.Tensor]:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from primus_ext.emulate.te import cast_kernels
+from primus_ext.emulate.te import cast_kernels, nvfp4_kernels
 from primus_ext.emulate.te.bindings import binding
 from primus_ext.emulate.te.dtypes import torch_dtype
 from primus_ext.emulate.te.operands import element_name, operand
@@ -21,9 +21,10 @@ from primus_ext.emulate.te.quantizers import create_tensor, kind_of, prepare_out
 
 SINK = (
     "Tensor(a!)? row, Tensor(b!)? row_scale_inv, Tensor(c!)? col, Tensor(d!)? col_scale_inv, "
-    "Tensor? scale, Tensor(e!)? amax"
+    "Tensor(f!)? scale, Tensor(e!)? amax"
 )
-"""Arguments that name the buffers a kernel quantizes into."""
+"""Arguments that name the buffers a kernel quantizes into; ``scale`` of NVFP4 is the maximum of the
+copy for columns."""
 
 
 @define(
@@ -36,15 +37,15 @@ def _quantize(
 ) -> None:
     if noop is not None and float(noop) == 1.0:
         return
-    cast_kernels.store(x, *sink, **attrs)
+    if attrs["format"].endswith("/nvfp4"):
+        nvfp4_kernels.store(x, *sink, hadamard=hadamard)
+    else:
+        cast_kernels.store(x, *sink, **attrs)
 
 
 @define("compute_amax(Tensor x, Tensor(a!)[] amax, *, str kind) -> ()", fake=nothing)
 def _compute_amax(x: torch.Tensor, amax: list[torch.Tensor], *, kind: str) -> None:
-    if kind != "plain":
-        raise NotImplementedError("the Hadamard transform on real tensors is not emulated")
-    for into in amax:
-        into.copy_(x.float().abs().max().expand(into.shape))
+    nvfp4_kernels.take_maxima(x, amax, hadamard=kind == "hadamard")
 
 
 @define(
@@ -64,7 +65,7 @@ def _compute_scale(
     fake=lambda x: x.new_empty((x.shape[-1], x.numel() // x.shape[-1])),
 )
 def _hadamard_transform(x: torch.Tensor) -> torch.Tensor:
-    raise NotImplementedError("the Hadamard transform on real tensors is not emulated")
+    return nvfp4_kernels.transform(x).to(x.dtype)
 
 
 @define("fp8_transpose(Tensor x, Tensor(a!) out) -> ()", fake=nothing)
@@ -82,7 +83,8 @@ def _dequantize(
     x: torch.Tensor, scale_inv: torch.Tensor, amax: Any, *, shape: list[int], dtype: torch.dtype,
     **attrs: Any,
 ) -> torch.Tensor:
-    return cast_kernels.decode(x, scale_inv, **attrs).reshape(shape).to(dtype).contiguous()
+    values = cast_kernels.decode(x, scale_inv, amax=amax, **attrs)
+    return values.reshape(shape).to(dtype).contiguous()
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -114,7 +116,8 @@ def sink_of(out: Any, quantizer: Any, scale: Any = None, amax: Any = None) -> Si
     if kind == "MXFP8Quantizer":
         return Sink(tensors, f"{element}/mxfp8")
     if kind == "NVFP4Quantizer":
-        return Sink((*tensors[:5], out._amax_rowwise), f"{element}/nvfp4")
+        maxima = out._amax_columnwise, out._amax_rowwise
+        return Sink((*tensors[:4], *maxima), f"{element}/nvfp4")
     return Sink(
         tensors, f"{element}/block{quantizer.block_scaling_dim}d", quantizer.force_pow_2_scales,
         quantizer.amax_epsilon,

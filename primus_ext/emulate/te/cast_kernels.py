@@ -2,7 +2,7 @@
 
 Formats are named as in :mod:`primus_ext.emulate.te.operands`.  Block scales are kept in the plain
 order of the buffers' shapes; the rearranged order that tensor cores want exists for fake tensors
-only.  NVFP4 (random Hadamard transform, stochastic rounding) has no real arithmetic here.
+only.  NVFP4 is in :mod:`primus_ext.emulate.te.nvfp4_kernels`.
 """
 
 from __future__ import annotations
@@ -11,6 +11,8 @@ import math
 from typing import Any
 
 import torch
+
+from primus_ext.emulate.te import nvfp4_kernels
 
 FP8 = {"fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
 BLOCK = 128
@@ -32,8 +34,8 @@ def decode_fp8(data: torch.Tensor, element: str) -> torch.Tensor:
 
 
 def take_maximum(value: torch.Tensor, amax: torch.Tensor | None) -> None:
-    """Raise ``amax``, if there is one, to the largest absolute value."""
-    if amax is not None and value.numel():
+    """Raise ``amax``, if there is one (an empty one is none), to the largest absolute value."""
+    if amax is not None and amax.numel() and value.numel():
         torch.maximum(amax, value.float().abs().max().reshape(amax.shape), out=amax)
 
 
@@ -140,7 +142,7 @@ def store(
         amax_epsilon: Lower bound of a block's maximum.
 
     Raises:
-        NotImplementedError: For NVFP4.
+        NotImplementedError: For NVFP4, which has a function of its own.
     """
     element, _, scaling = format.partition("/")
     if element not in FP8:
@@ -179,7 +181,7 @@ def _decode_scales(
 
 def decode(
     data: torch.Tensor, scale_inv: torch.Tensor, format: str, *, columnwise: bool,
-    transposed: bool,
+    transposed: bool, amax: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """The logical matrix (fp32) of a quantized buffer.
 
@@ -189,13 +191,13 @@ def decode(
         format: Element type and scaling.
         columnwise: The buffer is the copy for use by columns.
         transposed: The buffer holds the transpose.
-
-    Raises:
-        NotImplementedError: For NVFP4.
+        amax: Largest absolute value (NVFP4).
     """
     element, _, scaling = format.partition("/")
-    if element not in FP8:
-        raise NotImplementedError(f"decoding of {format} on real tensors is not emulated")
+    if scaling == "nvfp4":
+        assert amax is not None
+        found = nvfp4_kernels.decode_rows(data, scale_inv, amax)
+        return found.t() if transposed else found
     values = decode_fp8(data, element)
     if transposed:
         values = values.reshape(values.shape[0], -1).t()

@@ -22,14 +22,11 @@ def dequantize(
         fmt: Format as in :class:`primus_ext.emulate.te.operands.Operand`.
         transposed: Whether the buffer holds the transpose.
         columnwise: Whether it is the copy for use by columns.
-
-    Raises:
-        NotImplementedError: For NVFP4.
     """
     if fmt == "plain":
         return data
     assert scale_inv is not None
-    return decode(data, scale_inv, fmt, columnwise=columnwise, transposed=transposed)
+    return decode(data, scale_inv, fmt, columnwise=columnwise, transposed=transposed, amax=amax)
 
 
 def gelu_gradient(x: torch.Tensor) -> torch.Tensor:

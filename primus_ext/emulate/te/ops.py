@@ -8,6 +8,7 @@ that computes real numbers and a fake kernel that only states the outputs.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -51,13 +52,24 @@ def define(
 
     def register(cpu: Callable[..., Any]) -> Callable[..., Any]:
         _library.define(schema)
-        _library.impl(qualified, cpu, "CPU")
+        _library.impl(qualified, _without_views(cpu), "CPU")
         torch.library.register_fake(f"{NAMESPACE}::{qualified}", fake, lib=_library)
         OPS[qualified] = OpDef(qualified, schema, cpu, fake)
         packet = getattr(getattr(torch.ops, NAMESPACE), base)
         return getattr(packet, overload or "default")
 
     return register
+
+
+def _without_views(cpu: Callable[..., Any]) -> Callable[..., Any]:
+    """The kernel, below autograd: a view in its result would keep alive what it is a view of."""
+
+    @functools.wraps(cpu)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with torch._C._AutoDispatchBelowADInplaceOrView():
+            return cpu(*args, **kwargs)
+
+    return run
 
 
 def nothing(*_args: Any, **_kwargs: Any) -> None:

@@ -40,7 +40,7 @@ def _cast(shard: torch.Tensor, out: torch.Tensor, factor: torch.Tensor, start: i
 def _block_amax(
     x: torch.Tensor, amax: torch.Tensor, *, h: int, w: int, start_offset: int, block: int
 ) -> None:
-    amax.copy_(cast_kernels.block_amax(_matrix(x, h, w, start_offset), block, block))
+    cast_kernels.place(cast_kernels.block_amax(_matrix(x, h, w, start_offset), block, block), amax)
 
 
 @binding()

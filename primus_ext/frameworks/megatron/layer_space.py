@@ -19,6 +19,7 @@ from primus_ext.frameworks.megatron import (
     plans,
     probe,
     rank,
+    recording,
     roles,
     shapes,
 )
@@ -93,7 +94,7 @@ def _points(
     bare: Any = unwrap_model(model)
     model[0].train()
     get_rerun_state_machine().should_run_forward_backward(None)
-    rank._leave_parameters_alone(model[0])
+    recording.leave_parameters_alone(model[0])
     scopes = Scopes(recorder, parts.parts(bare[0]))
     make = functools.partial(
         microbatch.Microbatch, recorder, training.arguments["forward_step_func"], model, 0, scopes,

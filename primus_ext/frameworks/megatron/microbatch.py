@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import gc
 import inspect
 from collections.abc import Callable, Iterator
@@ -13,7 +12,7 @@ import torch
 from torch.utils._pytree import tree_iter
 
 from primus_ext.frameworks.megatron import offloading, packed, plans, roles
-from primus_ext.frameworks.megatron.real_values import fill
+from primus_ext.frameworks.megatron.real_values import fill, put
 from primus_ext.observe.allocations import Log
 from primus_ext.observe.recorder import LiveBytes, Recorder
 from primus_ext.observe.scopes import OUTPUT, Scopes, segments
@@ -29,8 +28,8 @@ def batches(args: Any) -> Iterator[dict[str, torch.Tensor]]:
         yield {
             "tokens": fill(torch.empty(shape, dtype=torch.int64), args.padded_vocab_size),
             "labels": fill(torch.empty(shape, dtype=torch.int64), args.padded_vocab_size),
-            "loss_mask": fill(torch.empty(shape, dtype=torch.float32)),
-            "position_ids": fill(torch.empty(shape, dtype=torch.int64), args.seq_length),
+            "loss_mask": put(torch.empty(shape, dtype=torch.float32), 1.0),
+            "position_ids": put(torch.empty(shape, dtype=torch.int64)),
             **packed.documents(args),
         }
 
@@ -71,6 +70,8 @@ class Microbatch:
         """Bytes of the activation sent to the next stage (0 on the last)."""
         self.stub = 0
         """Bytes of what is left of the output after its backward: ``ChunkMemory.stub_bytes``."""
+        self.graph = 0
+        """Bytes that the output's graph keeps after its backward: ``ChunkMemory.graph_bytes``."""
         self.crossing: dict[str, int] = {}
         """Numbers in the innermost log of what crosses the boundaries: see ``ChunkEvents``."""
         self.last = False
@@ -104,7 +105,7 @@ class Microbatch:
         self.forward_peaks = peak.fresh_peak, peak.peak
         self.host_bytes = self._recorder.host.live - on_host
         if not self.has_output:
-            output = _tensors(self._output)[0]
+            output = tensors(self._output)[0]
             self._note("output", output)
             self.boundary = output.numel() * output.element_size()
             self._sent = tuple(output.shape)
@@ -112,7 +113,7 @@ class Microbatch:
             if config.deallocate_pipeline_outputs:
                 self.stub = output.element_size()
         elif not self.has_embedding:  # without a pipeline Megatron deletes the loss at once
-            self.stub = peak.size_of(_tensors(self._output))
+            self.stub = peak.size_of(tensors(self._output))
         if self._interleaved:  # this schedule forgets the number of tokens at once
             self._tokens = None
         return calls
@@ -123,10 +124,14 @@ class Microbatch:
 
     def counted(self) -> int:
         """Bytes of the number of tokens: see ``ChunkMemory.counted_bytes``."""
-        return self._recorder.memory.size_of(_tensors(self._tokens))
+        return self._recorder.memory.size_of(tensors(self._tokens))
 
-    def backward(self) -> Recorded:
-        """Run the backward and forget the microbatch."""
+    def backward(self, *, forget: bool = True) -> Recorded:
+        """Run the backward and forget the microbatch.
+
+        Args:
+            forget: Whether also the output, as by :meth:`forget_output`.
+        """
         from megatron.core.pipeline_parallel import schedules
         from megatron.core.utils import get_attr_wrapped_model
 
@@ -148,11 +153,20 @@ class Microbatch:
             transfers = (self._received, self._received.grad, self._gradient)
             self._note("received", self._received)
             self._note("input_gradient", self._received.grad)
-            recorder.memory.untrack(_tensors(transfers))
-        self._received = self._gradient = self._output = self._tokens = None
+            recorder.memory.untrack(tensors(transfers))
+        self._received = self._gradient = self._tokens = None
+        if forget:
+            self.forget_output()
         offloading.end_of_step(config)
         gc.collect()
         return calls
+
+    def forget_output(self) -> None:
+        """Refer to the output and its graph no longer, as a schedule at its next forward."""
+        held = self._recorder.memory.live
+        self._output = None
+        if self.stub:
+            self.graph = held - self._recorder.memory.live - self.stub
 
 
 def record(make: Callable[[list[Any]], Microbatch], memory: LiveBytes, index: int,
@@ -174,7 +188,7 @@ def record(make: Callable[[list[Any]], Microbatch], memory: LiveBytes, index: in
     with inner as log:
         forward = one.forward(first)
         ahead = len(log.events)
-        logged, counted = memory.size_of(_tensors(losses)), one.counted()
+        logged, counted = memory.size_of(tensors(losses)), one.counted()
         saved = memory.fresh - logged - counted
         base = memory.live - memory.fresh  # leftovers of the microbatch before are gone
         backward = one.backward()
@@ -185,6 +199,7 @@ def record(make: Callable[[list[Any]], Microbatch], memory: LiveBytes, index: in
         logged_bytes=logged,
         counted_bytes=counted,
         stub_bytes=one.stub,
+        graph_bytes=one.graph,
         leftover_bytes=memory.live - base - logged,
         forward_peak_after_bytes=one.forward_peaks[1] - base,
         host_bytes=one.host_bytes,
@@ -202,7 +217,7 @@ def _events(
     log: Log, ahead: int, crossing: dict[str, int], memory: LiveBytes, losses: list[Any]
 ) -> ChunkEvents:
     """What a log holds after a microbatch; ``ahead`` events are the forward's."""
-    numbers = {memory.number(tensor, log) for tensor in _tensors(losses)} - {-1}
+    numbers = {memory.number(tensor, log) for tensor in tensors(losses)} - {-1}
     return ChunkEvents(
         forward=tuple(log.events[:ahead]),
         backward=tuple(log.events[ahead:]),
@@ -210,41 +225,6 @@ def _events(
         kept=tuple(n for n in log.live() if n not in numbers),
         logged=tuple(sorted(numbers)),
     )
-
-
-def in_flight(
-    make: Callable[[list[Any]], Microbatch], memory: LiveBytes, alone: ChunkMemory
-) -> ChunkMemory:
-    """Add what differs while a second microbatch is in flight: modules keep the latest one's.
-
-    Args:
-        make: A microbatch that reports its losses to the list.
-        memory: The recorder's.
-        alone: The memory of a microbatch that nothing else is in flight with.
-    """
-    if not alone.leftover_bytes:  # modules keep nothing: microbatches don't touch each other
-        return alone
-    losses: list[Any] = []
-    older, latest = make(losses), make(losses)
-    gc.collect()
-    memory.mark()
-    older.forward()
-    base = memory.live - memory.fresh
-    memory.reset_peak()
-    latest.forward()
-    # losses and numbers of tokens are accounted for apart
-    apart = memory.size_of(_tensors(losses)) // 2 + older.counted()
-    saved = memory.live - base - alone.saved_bytes - 2 * apart
-    forward_peak = latest.forward_peaks[1] - base - saved - apart
-    older.backward()
-    sizes = dataclasses.replace(
-        alone,
-        inflight_saved_bytes=saved,
-        inflight_forward_peak_bytes=forward_peak,
-        inflight_backward_peak_bytes=older.backward_peak - base - alone.saved_bytes - 2 * apart,
-    )
-    latest.backward()
-    return sizes
 
 
 def _position(chunk: Any) -> tuple[bool, bool]:
@@ -256,21 +236,26 @@ def _position(chunk: Any) -> tuple[bool, bool]:
     return bool(embedding), bool(output)
 
 
-def _received(config: Any, chunk: int) -> torch.Tensor:
-    """The activation that a chunk receives: ``[seq, mbs, hidden]``.
+def received_shape(config: Any, stage: int) -> tuple[int, int, int]:
+    """Shape of the activation that a virtual stage receives: ``[seq, mbs, hidden]``.
 
     Behind a stage with multi-token prediction the sequence comes once more for each prediction.
     """
-    from megatron.core import parallel_state
-
     args = plans.arguments()
     length = args.seq_length // config.context_parallel_size
     if config.sequence_parallel:
         length //= config.tensor_model_parallel_size
+    length *= 1 + roles.predictions_before(config, stage)
+    return length, args.micro_batch_size, config.hidden_size
+
+
+def _received(config: Any, chunk: int) -> torch.Tensor:
+    """The activation that a chunk receives."""
+    from megatron.core import parallel_state
+
     stage = chunk * config.pipeline_model_parallel_size
     stage += parallel_state.get_pipeline_model_parallel_rank()
-    length *= 1 + roles.predictions_before(config, stage)
-    shape = (length, args.micro_batch_size, config.hidden_size)
+    shape = received_shape(config, stage)
     return fill(torch.empty(shape, dtype=config.pipeline_dtype, requires_grad=True))
 
 
@@ -328,5 +313,6 @@ def _bare(value: Any) -> Any:
     return value
 
 
-def _tensors(values: Any) -> list[torch.Tensor]:
+def tensors(values: Any) -> list[torch.Tensor]:
+    """Tensors in a structure of lists, tuples and dictionaries."""
     return [value for value in tree_iter(values) if isinstance(value, torch.Tensor)]

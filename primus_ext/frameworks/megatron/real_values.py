@@ -26,3 +26,17 @@ def fill(tensor: torch.Tensor, below: int | None = None) -> torch.Tensor:
         else:
             tensor.random_(0, below, generator=generator)
     return tensor
+
+
+def put(tensor: torch.Tensor, value: float | None = None) -> torch.Tensor:
+    """Give a new tensor one value, or None: that of the place in the last dimension; the tensor.
+
+    Args:
+        tensor: Left alone if it has no storage.
+        value: Of every element.
+    """
+    if isinstance(tensor, FakeTensor):
+        return tensor
+    with host_values(), torch.no_grad():
+        tensor.copy_(torch.arange(tensor.shape[-1]) if value is None else torch.tensor(value))
+    return tensor

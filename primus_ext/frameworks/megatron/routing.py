@@ -176,7 +176,9 @@ def _all_gather(module: ModuleType) -> None:
         if not isinstance(hidden_states, FakeTensor):
             own = self.routing_map[: self.routing_map.shape[0] // self.tp_ep_group.size()]
             _note(self, own)
-            return postprocess(self, hidden_states, probs)
+            permuted, counts, local_probs = postprocess(self, hidden_states, probs)
+            with host_values():  # a device's counts are copied to the host
+                return permuted, keep(counts.clone()), local_probs
         peers = self.tp_ep_group.size()
         tokens = hidden_states.shape[0] // peers
         counts = expert_load.copies(_layer(self), tokens, self.config)

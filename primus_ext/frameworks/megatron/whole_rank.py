@@ -11,6 +11,7 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
+from primus_ext.emulate import session
 from primus_ext.frameworks.megatron import microbatch, plans, rank
 from primus_ext.observe.recorder import Recorder
 
@@ -43,6 +44,7 @@ def two_steps(
         get_rerun_state_machine,
     )
 
+    _answer_shapes(training.arguments["model"])
     # A rerun's copies of the batches lie in host memory; the virtual device would count them.
     get_rerun_state_machine().mode = RerunMode.DISABLED
     args = plans.arguments()
@@ -68,3 +70,31 @@ def two_steps(
         "live_bytes": live[0],
         "host_peak_bytes": recorder.host.peak,
     }
+
+
+def _answer_shapes(model: list[Any]) -> None:
+    """What neighbours say of the shapes that they send, where these differ between stages.
+
+    Raises:
+        ProgramError: it depends on the chunk.
+    """
+    from megatron.core import parallel_state
+    from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
+    from megatron.core.utils import get_model_config
+
+    config, request = get_model_config(model[0]), session.current().request
+    if not config.mtp_standalone or "rendezvous" in request:
+        return
+    if len(model) > 1:
+        raise session.ProgramError(
+            f"whole=True can't be combined with {len(model)} model chunks and a stage of "
+            "multi-token predictions: its neighbours' shapes are not known; legal: one chunk"
+        )
+    stage = parallel_state.get_pipeline_model_parallel_rank()
+    asked = P2PCommunicator._communicate_shapes
+
+    def answered(self: Any, *args: Any, **kwargs: Any) -> Any:
+        asked(self, *args, **kwargs)
+        return [microbatch.received_shape(config, stage + behind) for behind in (0, 1)]
+
+    P2PCommunicator._communicate_shapes = answered
