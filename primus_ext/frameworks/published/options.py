@@ -11,7 +11,6 @@ DEEPSPEED = "primus_ext.frameworks.megatron.deepspeed"
 _LEFT_OUT = (
     (("cuda_graph_impl", "cuda_graphs", "MCORE_CUDA_GRAPH", "LAYER_CUDA_GRAPH"), "CUDA graphs"),
     (("TP_COMM_OVERLAP", "tp_comm_overlap"), "overlap of tensor-parallel communication"),
-    (("activation_offload_layers",), "offload of activations to the host"),
     (("DEFER_EMBEDDING_WGRAD_COMPUTE",), "deferred weight gradient of the embedding"),
     (("FP8_DPA",), "attention in FP8"),
     (("async_tp",), "asynchronous tensor parallelism"),
@@ -28,6 +27,8 @@ def write(draft: Draft) -> None:
     )  # fmt: skip
     draft.add(*launchers.habits(draft).arguments)
     launchers.write_states(draft)
+    if draft.flag("activation_offload_layers"):
+        draft.add("--cpu-offloading-num-layers", draft.flag("activation_offload_layers"))
     _kernels(draft)
     if "DeepSpeed" in draft.framework:
         draft.emulations.append(DEEPSPEED)
