@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from primus_ext.cluster import Cluster
-from primus_ext.cost import attention, collectives, gemm, memory_bound
+from primus_ext.cost import attention, collectives, exchange, gemm, memory_bound
 from primus_ext.cost.priced import FREE, CostError, Priced
 from primus_ext.trace import Collective, Family, Op
 
@@ -45,3 +45,15 @@ class CostModel:
             CostError: The kind has no price, or a rank does not exist on the target.
         """
         return collectives.price(self.cluster, collective, ranks)
+
+    def remote_seconds(self, op: Op, ranks: Sequence[int]) -> Priced:
+        """Seconds of an op that talks to the other members of the group of global ``ranks``.
+
+        Raises:
+            CostError: It has no price, or a rank does not exist on the target.
+        """
+        if exchange.is_exchange(op):
+            return exchange.price(self.cluster, op, ranks)
+        if op.collective is None:
+            raise CostError(f"op {op.name} of family {op.family} says nothing of its collective")
+        return self.collective_seconds(op.collective, ranks)
