@@ -1,4 +1,4 @@
-"""Accelerator files: where they are, one laid over another, and what stands in for a lacking figure.
+"""Accelerator files: where they are, one laid over another, what stands in for what is lacking.
 
 A user's own accelerator (a GPU that does not exist yet) is one file, named by its path.  It may be
 ``like: NAME`` of a shipped one, or leave out what is not known: such figures are filled, and their
@@ -69,7 +69,9 @@ def read(name: str) -> dict[str, Any]:
         return _laid_over(hydra_conf_dir() / "accelerator" / f"{name}.yaml")
     path = Path(name)
     if not path.is_file():
-        raise ClusterError(f"accelerator={name} is not a file: name an accelerator file that exists")
+        raise ClusterError(
+            f"accelerator={name} is not a file: name an accelerator file that exists"
+        )
     raw = _laid_over(path)
     _fill(raw, path.name)
     return raw
@@ -228,8 +230,9 @@ def parsed(raw: dict[str, Any], where: str) -> tuple[Accelerator, dict[str, Figu
         if "nics_per_node" in raw["network"]:
             network["nics_per_node"] = figure(raw["network"]["nics_per_node"])
     except KeyError as error:
-        raise ClusterError(f"{where} is not a description of an accelerator: {error} is missing") \
-            from error
+        raise ClusterError(
+            f"{where} is not a description of an accelerator: {error} is missing"
+        ) from error
     except (TypeError, ValueError, AttributeError) as error:
         raise ClusterError(f"{where} is not a description of an accelerator: {error}") from error
     return accelerator, network

@@ -110,7 +110,9 @@ def table(
         return []
     versions = (folder / SYSTEMS[accelerator] / "comm" / framework).glob(f"*/{name}")
     newest = max(
-        versions, default=None, key=lambda path: [int(n) for n in re.findall(r"\d+", path.parent.name)]
+        versions,
+        default=None,
+        key=lambda path: [int(n) for n in re.findall(r"\d+", path.parent.name)],
     )
     return [] if newest is None else read(newest, columns=list(columns)).to_pylist()
 

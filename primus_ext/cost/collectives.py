@@ -29,7 +29,6 @@ from primus_ext.cost.placement import (
 from primus_ext.cost.priced import FREE, MODEL, TABLE, CostError, Priced
 from primus_ext.trace import Collective, CollectiveKind
 
-
 P2P_LL_BYTES = 16384
 """Largest message between two GPUs that goes in LL (NCCL ``NCCL_P2P_LL_THRESHOLD``)."""
 
@@ -134,7 +133,8 @@ def _rings(group: _Group, passes: int) -> list[Line]:
 
 def _tree_rate(group: _Group) -> float:
     """Seconds per byte between nodes: two trees, each node inside one of them and leaf of the
-    other, send twice the buffer; two nodes only exchange their sums."""
+    other, send twice the buffer; two nodes only exchange their sums.
+    """
     where = group.where
     if where.domains == 1:
         return 0.0
@@ -162,7 +162,8 @@ def _trees(group: _Group) -> list[Line]:
 
 def _in_switch(group: _Group, dtype: str) -> list[Line]:
     """NVLS: the switch adds.  A GPU sends its buffer to be read and its share of the sum: S + S/n
-    bytes each way; over several domains, a tree of them."""
+    bytes each way; over several domains, a tree of them.
+    """
     where, accelerator = group.where, group.cluster.accelerator
     if "nvls" not in accelerator.collectives or where.local <= 2 or dtype not in SWITCH_TYPES:
         return []

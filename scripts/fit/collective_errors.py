@@ -88,8 +88,7 @@ def write(scores: _Scores) -> str:
         vendor, kind, source, accelerator, gpus, fabric = key
         points = sum(len(part) for part in scores.formula[key])
         cells = " | ".join(
-            _percent(_median(table[key]))
-            for table in (scores.formula, scores.tables, scores.large)
+            _percent(_median(table[key])) for table in (scores.formula, scores.tables, scores.large)
         )
         lines.append(
             f"| {source} | {vendor} | {kind} | {accelerator} | {gpus} | {fabric or '-'} | "

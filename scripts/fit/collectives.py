@@ -234,7 +234,6 @@ class _Fits:
 
 def errors(found: list[Curve]) -> str:
     """The table of errors with each source left out."""
-
     fits = _Fits(found)
 
     def without(source: str) -> Ratios:

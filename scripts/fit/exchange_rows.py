@@ -22,7 +22,8 @@ PRODUCTS = {
 # NVLink of the H800, which is an H100 else (DeepEP docs/legacy.md: about 160 GB/s are reached).
 _OTHER_LINKS = {"H800": 200e9}
 _SHAPE = re.compile(
-    r"EP(?P<ep>\d+)|(?P<tokens>\d+) tokens|top-(?P<topk>\d+)|hidden (?P<hidden>\d+)|(?P<sms>\d+) SMs"
+    r"EP(?P<ep>\d+)|(?P<tokens>\d+) tokens|top-(?P<topk>\d+)|hidden (?P<hidden>\d+)"
+    r"|(?P<sms>\d+) SMs"
 )
 _EXPERTS_PER_RANK = {"hybridep": 8}
 """Local experts where the source gives them; 256 experts in all otherwise (DeepSeek-V3)."""
