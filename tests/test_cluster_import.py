@@ -54,7 +54,7 @@ AAC14 = (
 def log(rows: tuple, hosts: int, product: str, collective: str = "all_reduce") -> str:
     """As nccl-tests prints it."""
     lines = [f"# Collective test starting: {collective}_perf",
-             "# nThread 1 nGpus 1 minBytes 1048576 maxBytes 8589934592 step: 2(factor)"]  # fmt: skip
+             "# nThread 1 nGpus 1 minBytes 1048576 maxBytes 8589934592"]  # fmt: skip
     lines += [
         f"#  Rank {8 * host + gpu:2d} Group  0 Pid 1{gpu} on node{host} device  {gpu} "
         f"[0000:1{gpu}:00] {product}"

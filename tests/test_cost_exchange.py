@@ -24,8 +24,8 @@ def missed(places: int, experts: int = 256) -> float:
 
 
 def kernel(
-    ranks: int, nodes: int, *, direction: str = "combine", tokens: int = 4096, row: int = 2 * HIDDEN,
-    sms: int = 24, backend: str = "deepep",
+    ranks: int, nodes: int, *, direction: str = "combine", tokens: int = 4096,
+    row: int = 2 * HIDDEN, sms: int = 24, backend: str = "deepep",
 ) -> Op:  # fmt: skip
     """A kernel whose tokens fall on all experts alike."""
     rows = tokens * ranks * (1 - missed(ranks))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import bisect
 import functools
+import importlib
 import importlib.resources
 import math
 import re
@@ -54,12 +55,11 @@ def _folder() -> Path | None:
 
 
 @functools.cache
-def _reader():  # noqa: ANN202 - the function of an optional package
+def _reader() -> Callable[..., Any] | None:
     try:
-        from pyarrow.parquet import read_table
+        return importlib.import_module("pyarrow.parquet").read_table
     except ImportError:
         return None
-    return read_table
 
 
 def curve(accelerator: str, kind: CollectiveKind, dtype: str, gpus: int) -> Curve | None:
@@ -94,6 +94,10 @@ def seconds(known: Curve, size: int, model: Callable[[float], float]) -> float:
     return math.exp((1 - part) * math.log(short) + part * math.log(long))
 
 
+def _version(path: Path) -> list[int]:
+    return [int(number) for number in re.findall(r"\d+", path.parent.name)]
+
+
 def table(
     accelerator: str, framework: str, name: str, columns: Sequence[str]
 ) -> list[dict[str, Any]]:
@@ -109,11 +113,7 @@ def table(
     if folder is None or read is None or accelerator not in SYSTEMS:
         return []
     versions = (folder / SYSTEMS[accelerator] / "comm" / framework).glob(f"*/{name}")
-    newest = max(
-        versions,
-        default=None,
-        key=lambda path: [int(n) for n in re.findall(r"\d+", path.parent.name)],
-    )
+    newest = max(versions, default=None, key=_version)
     return [] if newest is None else read(newest, columns=list(columns)).to_pylist()
 
 

@@ -132,8 +132,10 @@ def _rings(group: _Group, passes: int) -> list[Line]:
 
 
 def _tree_rate(group: _Group) -> float:
-    """Seconds per byte between nodes: two trees, each node inside one of them and leaf of the
-    other, send twice the buffer; two nodes only exchange their sums.
+    """Seconds per byte between nodes.
+
+    Two trees, each node inside one of them and leaf of the other, send twice the buffer; two nodes
+    only exchange their sums.
     """
     where = group.where
     if where.domains == 1:
@@ -153,7 +155,7 @@ def _trees(group: _Group) -> list[Line]:
         if where.local > 1:
             links = where.local - (where.domains == 1)
             inside = inside_bandwidth(group.cluster, "ring", links, where.local)
-            rate = max(rate, 2 / inside)
+            rate = max(rate, 2 / (inside * group.library.tree_share))
         rate = 1 / group.capped(protocol, 1 / rate)
         lines.append(_line(group.cluster, f"tree {protocol.name}", base, hops, rate,
                            protocol.pipelined))  # fmt: skip
@@ -161,8 +163,10 @@ def _trees(group: _Group) -> list[Line]:
 
 
 def _in_switch(group: _Group, dtype: str) -> list[Line]:
-    """NVLS: the switch adds.  A GPU sends its buffer to be read and its share of the sum: S + S/n
-    bytes each way; over several domains, a tree of them.
+    """NVLS: the switch adds.
+
+    A GPU sends its buffer to be read and its share of the sum, S + S/n bytes each way; over several
+    domains, a tree of them.
     """
     where, accelerator = group.where, group.cluster.accelerator
     if "nvls" not in accelerator.collectives or where.local <= 2 or dtype not in SWITCH_TYPES:

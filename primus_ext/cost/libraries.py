@@ -54,6 +54,9 @@ class Library:
     """Factor on a Simple all-reduce ring's start between nodes (``ncclTopoGetAlgoTime``)."""
     ll_net_bandwidth: tuple[float, float]
     """Bytes/s that LL reaches between two nodes and between more (``llMaxBws``)."""
+    tree_share: float
+    """Of the bandwidth inside a node, for trees (NCCL: 0.92 in ``ncclTopoTuneModel``; RCCL:
+    ``bwRatio`` of Tree/Simple for more than two nodes)."""
     all_pairs: bool
     """Small all-reduces of a mesh go straight to every peer, in two steps."""
 
@@ -85,6 +88,7 @@ NCCL = Library(
     net_overhead=1 * _US,
     ring_plateau=1.4,
     ll_net_bandwidth=(39e9, 20.4e9),
+    tree_share=0.92,
     all_pairs=False,
 )
 
@@ -102,6 +106,7 @@ RCCL = Library(
     net_overhead=1 * _US,
     ring_plateau=1.4,
     ll_net_bandwidth=(39e9, 20.4e9),
+    tree_share=0.59,
     all_pairs=True,
 )
 

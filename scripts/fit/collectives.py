@@ -7,7 +7,8 @@
 Needs the optional package ``aiconfigurator-core`` (extra ``tables``).  A constant moves from what
 NCCL or RCCL itself says only as far as rows of nccl-tests or rccl-tests make it: the search goes
 over fixed grids, and compares the mean of |ln(modelled / measured)|, every source weighing the
-same and messages of 1 MiB and more, which carry a step's bytes, twice.  Nothing here looks at the step time of any training run.
+same and messages of 1 MiB and more, which carry a step's bytes, twice.  Nothing here looks at the
+step time of any training run.
 """
 
 from __future__ import annotations

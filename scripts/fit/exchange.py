@@ -158,10 +158,10 @@ def errors(kernels: list[Kernel]) -> str:
     """Each source against the product's own files."""
     lines = [
         "# Errors of expert dispatch and combine", "",
-        "Written by `python scripts/fit/exchange.py EVIDENCE --errors FILE`, with the product's own",
-        "constants.  Starts and SMs were fitted to the tables `aic` alone, so that published figures",
-        "test them; of these only the highest rate in one node went into the share of the links, and",
-        "one comparison into HybridEP's pace.  What crosses nodes was fitted to nothing here.",
+        "Written by `python scripts/fit/exchange.py EVIDENCE --errors FILE`, with the product's",
+        "own constants.  Starts and SMs were fitted to the tables `aic` alone: published figures",
+        "test them; of these only the highest rate in one node went into the share of the links,",
+        "and one comparison into HybridEP's pace.  What crosses nodes was fitted to nothing.",
         "DeepEP V2 is another library than the one that Megatron calls.",
         "", "| source | accelerator | backend | nodes | points | median error |",
         "|---|---|---|---|---|---|",
