@@ -190,7 +190,7 @@ def _wanted(raw: dict[str, Any], key: str, peers: Mapping[str, dict[str, Any]]) 
         return [name for name in raw["peak_flops"] if name in known]
     names = set.intersection(*(set(peer[key]) for peer in peers.values()))
     if key == "collectives" and raw["vendor"] == "nvidia" and raw["scale_up_topology"] == "switch":
-        names.add("nvls")
+        names |= {"nvls", "nvls_start"}
     return sorted(names)
 
 

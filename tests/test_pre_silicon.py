@@ -11,9 +11,11 @@ import yaml
 
 from primus_ext.cluster import Cluster, Figure, Tier
 from primus_ext.cluster_data import ClusterError, load_cluster
+from primus_ext.cost.model import CostModel
 from primus_ext.project.compose import project
 from primus_ext.project.result import Projection
 from primus_ext.runner import target
+from primus_ext.trace import Collective, CollectiveKind
 from tests.synthetic import Job, plan, traces
 
 JOB = Job(tp=8, pp=2, dp=2, microbatches=8)
@@ -67,6 +69,9 @@ def test_one_file_gives_a_projection_whose_constants_are_stated_or_assumed(tmp_p
     rest = {key: figure for key, figure in found.items() if key not in from_file}
     assert len(rest) > 20
     assert all(figure.source.startswith("assumed: ") for figure in rest.values()), rest
+
+    reduced = Collective(CollectiveKind.ALL_REDUCE, "g", 2**28, "bf16")
+    assert CostModel(cluster).collective_seconds(reduced, range(32)).seconds > 0
 
     result = projected(cluster)
     assert result.throughput.step_s > 0
