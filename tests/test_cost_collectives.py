@@ -85,7 +85,7 @@ def test_small_messages_start_as_fast_as_others_measured(
 def test_an_all_reduce_is_a_reduce_scatter_and_an_all_gather_on_a_ring() -> None:
     size = 4 * GIB
     parts = sum(seconds("mi325x", 4, kind, size) for kind in (REDUCE_SCATTER, ALL_GATHER))
-    assert seconds("mi325x", 4, ALL_REDUCE, size) == pytest.approx(parts, rel=0.01)
+    assert seconds("mi325x", 4, ALL_REDUCE, size) == pytest.approx(parts, rel=0.02)
 
 
 def test_tensor_parallel_groups_that_span_nodes_pay_for_the_nic() -> None:

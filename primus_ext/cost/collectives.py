@@ -265,13 +265,20 @@ def lines(cluster: Cluster, kind: CollectiveKind, dtype: str, where: Placement) 
     raise CostError(f"collective {kind} has no price")
 
 
-def price(cluster: Cluster, collective: Collective, ranks: Sequence[int]) -> Priced:
+Known = dict[tuple, tuple[Placement, list[Line]]]
+"""What was found for kinds, number formats and groups of one cluster."""
+
+
+def price(
+    cluster: Cluster, collective: Collective, ranks: Sequence[int], known: Known | None = None
+) -> Priced:
     """Seconds of one collective over a group of global ranks.
 
     Args:
         cluster: The target.
         collective: Kind and size.
         ranks: All members of the group.
+        known: Of this cluster; filled and used again.
 
     Raises:
         CostError: The kind has no price, or a rank does not exist on the target.
@@ -284,8 +291,13 @@ def price(cluster: Cluster, collective: Collective, ranks: Sequence[int]) -> Pri
     if len(ranks) == 1:
         return FREE
     size = 0 if collective.kind is CollectiveKind.BARRIER else collective.bytes
-    where = placement(cluster, ranks)
-    choices = lines(cluster, collective.kind, collective.dtype, where)
+    key = (collective.kind, collective.dtype, tuple(ranks))
+    if known is None or (found := known.get(key)) is None:
+        where = placement(cluster, ranks)
+        found = where, lines(cluster, collective.kind, collective.dtype, where)
+        if known is not None:
+            known[key] = found
+    where, choices = found
 
     def best(asked: float) -> Line:
         return min(choices, key=lambda line: line.seconds(asked))
@@ -293,11 +305,11 @@ def price(cluster: Cluster, collective: Collective, ranks: Sequence[int]) -> Pri
     line, evidence = best(size), MODEL
     seconds = line.seconds(size)
     if where.domains == 1 and size:
-        known = collective_tables.curve(
+        curve = collective_tables.curve(
             cluster.accelerator.name, collective.kind, collective.dtype, where.size
         )
-        if known:
-            seconds = collective_tables.seconds(known, size, lambda s: best(s).seconds(s))
+        if curve:
+            seconds = collective_tables.seconds(curve, size, lambda s: best(s).seconds(s))
             evidence = TABLE
     start = min(line.start, seconds)
     return Priced(seconds, evidence, {"latency": start, "wire": seconds - start})

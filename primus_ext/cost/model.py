@@ -19,6 +19,7 @@ class CostModel:
     def __init__(self, cluster: Cluster) -> None:
         """Price for ``cluster``."""
         self.cluster = cluster
+        self._collectives: collectives.Known = {}
 
     def op_seconds(self, op: Op) -> Priced:
         """Seconds that one execution of ``op`` keeps the device busy.
@@ -44,7 +45,7 @@ class CostModel:
         Raises:
             CostError: The kind has no price, or a rank does not exist on the target.
         """
-        return collectives.price(self.cluster, collective, ranks)
+        return collectives.price(self.cluster, collective, ranks, self._collectives)
 
     def remote_seconds(self, op: Op, ranks: Sequence[int]) -> Priced:
         """Seconds of an op that talks to the other members of the group of global ``ranks``.
