@@ -56,7 +56,7 @@ FITTED_FABRICS = ("efa", "roce", "tcpxo")
 GRIDS = {
     "ring": (0.4, 1.0, 0.005), "nvls": (0.4, 1.0, 0.005), "direct": (0.4, 1.0, 0.005),
     "message": (0.3, 1.0, 0.005), "start": (0.5, 2.0, 0.05), "latency": (0.4, 3.0, 0.05),
-    "nvls_start": (0.5, 6.0, 0.1), "ramp": (0.0, 1.0, 0.05), "nic_efficiency": (0.7, 0.96, 0.005),
+    "nvls_start": (0.5, 9.0, 0.1), "ramp": (0.0, 1.0, 0.05), "nic_efficiency": (0.7, 0.96, 0.005),
     "nic_latency_s": (0.0, 100e-6, 1e-6),
 }  # fmt: skip
 """First, last and step."""
@@ -78,22 +78,19 @@ class Curve:
 
     def ratios(self, shares: Constants, fabric: Constants) -> np.ndarray:
         """ln(modelled / measured) of every size."""
-        figures = {key: Figure(value=value, source="-") for key, value in shares.items()}
-        network = {key: Figure(value=value, source="-") for key, value in fabric.items()}
         cluster = self.of.cluster
-        accelerator = dataclasses.replace(cluster.accelerator, collectives=figures)
-        cluster = dataclasses.replace(cluster, accelerator=accelerator, **network)
+        accelerator = dataclasses.replace(cluster.accelerator, collectives=_figures(shares))
+        cluster = dataclasses.replace(cluster, accelerator=accelerator, **_figures(fabric))
         where = placement(cluster, self.of.ranks)
-        lines = collectives.lines(cluster, self.of.kind, self.of.dtype, where)
-        times = [
-            np.where(
-                self.bytes <= line.largest,
-                line.start + line.rate * self.bytes + line.root * np.sqrt(self.bytes),
-                np.inf,
-            )
-            for line in lines
-        ]
-        return np.log(np.min(times, axis=0) / self.seconds)
+        found = collectives.lines(cluster, self.of.kind, self.of.dtype, where)
+        table = np.array([(n.start, n.rate, n.root, n.largest) for n in found])[:, :, None]
+        times = table[:, 0] + table[:, 1] * self.bytes + table[:, 2] * np.sqrt(self.bytes)
+        times = np.where(self.bytes <= table[:, 3], times, np.inf)
+        return np.log(times.min(axis=0) / self.seconds)
+
+
+def _figures(constants: Constants) -> dict[str, Figure]:
+    return {key: Figure(value=value, source="-") for key, value in constants.items()}
 
 
 def curves(rows: Iterable[Measurement]) -> list[Curve]:
