@@ -105,7 +105,7 @@ def test_a_mesh_has_one_more_ring_across_nodes() -> None:
     size = 16 * GIB
     inside = chosen(load_cluster("mi325x", 1, 8), ALL_REDUCE, range(8), size).seconds(size)
     across = chosen(load_cluster("mi325x", 8, 8), ALL_REDUCE, range(64), size).seconds(size)
-    assert 2 * 7 / 8 * size / inside / 1e9 == pytest.approx(319.1, rel=0.03)
+    assert 2 * 7 / 8 * size / inside / 1e9 == pytest.approx(319.1, rel=0.05)
     assert 2 * 63 / 64 * size / across / 1e9 == pytest.approx(350.8, rel=0.05)
 
 

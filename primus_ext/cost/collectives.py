@@ -173,11 +173,13 @@ def _in_switch(group: _Group, dtype: str) -> list[Line]:
         return []
     bandwidth = accelerator.scale_up_bandwidth.value * share(group.cluster, "nvls", where.local)
     rate = max((1 + 1 / where.local) / bandwidth, _tree_rate(group))
-    hops = accelerator.collectives["nvls_start"].value * group.library.nvls_start
+    first = group.library.nvls_start  # what chunks wait for; a slower start is paid once
+    base = (accelerator.collectives["nvls_start"].value - 1) * first
+    hops = first
     if where.domains > 1:
         posts = 2 * group.cluster.nic_latency_s.value
         hops += 2 * math.floor(math.log2(where.domains)) * (group.library.nvls_net + posts)
-    return [_line(group.cluster, "nvls", 0.0, hops, rate, True)]
+    return [_line(group.cluster, "nvls", base, hops, rate, True)]
 
 
 def _all_pairs(group: _Group) -> list[Line]:

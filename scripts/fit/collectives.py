@@ -7,8 +7,8 @@
 Needs the optional package ``aiconfigurator-core`` (extra ``tables``).  A constant moves from what
 NCCL or RCCL itself says only as far as rows of nccl-tests or rccl-tests make it: the search goes
 over fixed grids, and compares the mean of |ln(modelled / measured)|, every source weighing the
-same and messages of 1 MiB and more, which carry a step's bytes, twice.  Nothing here looks at the
-step time of any training run.
+same, messages of 1 MiB and more twice and those of 16 MiB to 2 GiB four times.  Nothing here looks
+at the step time of any training run.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ FITTED_FABRICS = ("efa", "roce", "tcpxo")
 GRIDS = {
     "ring": (0.4, 1.0, 0.005), "nvls": (0.4, 1.0, 0.005), "direct": (0.4, 1.0, 0.005),
     "message": (0.3, 1.0, 0.005), "start": (0.5, 2.0, 0.05), "latency": (0.4, 3.0, 0.05),
-    "nvls_start": (0.5, 9.0, 0.1), "ramp": (0.0, 1.0, 0.05), "nic_efficiency": (0.7, 0.96, 0.005),
+    "nvls_start": (1.0, 9.0, 0.1), "ramp": (0.0, 1.0, 0.05), "nic_efficiency": (0.7, 0.96, 0.005),
     "nic_latency_s": (0.0, 100e-6, 1e-6),
 }  # fmt: skip
 """First, last and step."""
@@ -114,13 +114,19 @@ def generation_of(accelerator: str) -> str:
     return next((name for name, members in GENERATIONS.items() if accelerator in members), "")
 
 
+def weights(sizes: np.ndarray) -> np.ndarray:
+    """How much points count: most where the layers and buckets of training lie."""
+    busy = (sizes >= 2**24) & (sizes <= 2**31)
+    return np.where(busy, 4.0, np.where(sizes >= LARGE, 2.0, 1.0))
+
+
 def loss(found: Iterable[Curve], ratios: Callable[[Curve], np.ndarray]) -> float:
-    """Mean |ln ratio| of a source's points, large messages counting twice; mean over sources."""
+    """Mean |ln ratio| of a source's points, by :func:`weights`; mean over sources."""
     by_source: defaultdict[str, list[tuple[float, float]]] = defaultdict(list)
     for curve in found:
-        weights = np.where(curve.bytes >= LARGE, 2.0, 1.0)
-        errors_here = np.abs(ratios(curve)) * weights
-        by_source[curve.of.source].append((float(errors_here.sum()), float(weights.sum())))
+        counts = weights(curve.bytes)
+        errors_here = np.abs(ratios(curve)) * counts
+        by_source[curve.of.source].append((float(errors_here.sum()), float(counts.sum())))
     means = [sum(e for e, _ in v) / sum(w for _, w in v) for v in by_source.values()]
     return statistics.fmean(means)
 
