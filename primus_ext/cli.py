@@ -8,7 +8,10 @@ from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 
-from primus_ext import __version__
+import yaml
+
+from primus_ext import __version__, cluster_import
+from primus_ext.cluster_files import ClusterError
 from primus_ext.conf_dir import hydra_conf_dir
 from primus_ext.runner import Exit, UsageError, say, validate_runs
 from primus_ext.runner.outcome import VERDICT_FILE
@@ -49,6 +52,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     verdict.add_argument("directory", type=Path, help="its output folder (+projection.out)")
     verdict.set_defaults(run=_verdict)
+    _cluster_parser(commands)
     check = commands.add_parser(
         "validate",
         help="project published, measured runs and compare",
@@ -67,6 +71,42 @@ def _parser() -> argparse.ArgumentParser:
     check.add_argument("--json", type=Path, metavar="OUT", help="write the result there")
     check.set_defaults(run=_validate)
     return parser
+
+
+def _cluster_parser(commands: argparse._SubParsersAction) -> None:
+    cluster = commands.add_parser("cluster", help="make accelerator and target files")
+    actions = cluster.add_subparsers(required=True, metavar="ACTION")
+    taken = actions.add_parser(
+        "import",
+        help="from Primus's hardware files and logs of nccl-tests or rccl-tests",
+        description="Read a hardware file of Primus (YAML) or a log of nccl-tests or rccl-tests, "
+        "and write what it says as files of this package: OUT/accelerator.yaml, where it says "
+        "something of the accelerator, and OUT/target.yaml.",
+    )
+    taken.add_argument("file", type=Path, help="hardware file (.yaml) or log")
+    taken.add_argument("--accelerator", help="shipped accelerator that it describes")
+    taken.add_argument("--nodes", type=int, default=1, help="of the target (default 1)")
+    taken.add_argument("--gpus-per-node", type=int, default=8, help="of the target (default 8)")
+    taken.add_argument("--out", type=Path, required=True, help="folder for the files")
+    taken.set_defaults(run=_import)
+
+
+def _import(asked: argparse.Namespace) -> int:
+    try:
+        found = cluster_import.read(asked.file, asked.accelerator)
+    except ClusterError as error:
+        say(str(error))
+        return Exit.USAGE
+    asked.out.mkdir(parents=True, exist_ok=True)
+    name = found.base
+    if found.accelerator is not None:
+        path = (asked.out / "accelerator.yaml").resolve()
+        path.write_text(yaml.safe_dump(found.accelerator, sort_keys=False, width=96))
+        name = str(path)
+    target = cluster_import.target_file(name, asked.nodes, asked.gpus_per_node, found)
+    (asked.out / "target.yaml").write_text(target)
+    print(*found.notes, sep="\n")
+    return Exit.DONE
 
 
 def _validate(asked: argparse.Namespace) -> int:

@@ -37,20 +37,31 @@ class Accelerator:
     """Capacity that a process can allocate, in bytes."""
     hbm_bandwidth: Figure
     hbm_efficiency: Figure
+    l2_bytes: Figure
+    """Last cache before memory that all multiprocessors share (AMD: the Infinity Cache is not
+    counted)."""
+    boost_clock_hz: Figure
+    """Highest clock; that behind ``peak_flops`` where the source tells them apart."""
     kernel_launch_s: Figure
     scale_up_bandwidth: Figure
     """Bytes/s per GPU and direction inside the scale-up domain."""
     scale_up_topology: str
-    """switch, or mesh: every pair has a link of its own, 1/(scale_up_gpus - 1) of the bandwidth."""
+    """switch; pcie (a switch without LL128); or mesh: every pair has a link of its own,
+    1/(scale_up_gpus - 1) of the bandwidth."""
     scale_up_gpus: int
     """Most GPUs that one scale-up domain joins."""
     host_gpus: int
     """GPUs of a full host; fewer than ``scale_up_gpus`` where a domain is a rack."""
-    scale_up_efficiency: dict[str, Figure]
-    """Share of it reached by large collectives, by kind (default key ``all``); ``kind/n`` is for
-    groups of n GPUs and fewer than the next n that is listed."""
-    scale_up_latency_s: Figure
-    """One hop of a collective."""
+    collectives: dict[str, Figure]
+    """Shares of it that algorithms reach however large the message: ring, direct (all-to-all),
+    message (one pair) and, where switches add, nvls; ``name/n`` is for groups of n GPUs and fewer
+    than the next n that is listed.  Also latency, a factor on the library's own latencies inside a
+    node, and ramp, the part of a pipeline's filling that shows
+    (:mod:`primus_ext.cost.collectives`)."""
+    exchange: dict[str, Figure]
+    """Expert dispatch and combine kernels (:mod:`primus_ext.cost.exchange`): share of
+    ``scale_up_bandwidth``, dispatch_start_s, combine_start_s and, where SMs limit them, row_s and
+    sm_bandwidth of one SM, and hybridep_speed, HybridEP's pace over DeepEP's."""
     context_bytes: Figure
     """Device memory that the driver context and libraries take outside the tensor allocator."""
     communicator_bytes: Figure
@@ -66,6 +77,16 @@ class Accelerator:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Tier:
+    """Switches between nodes, e.g. the leaves of one rail: above each lies the next tier."""
+
+    nodes: int
+    """Nodes below one switch (or one set of rail switches)."""
+    oversubscription: Figure
+    """Bandwidth of the NICs below a switch over that of its uplinks; 1 is non-blocking."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Cluster:
     """A target: ``nodes`` hosts of ``gpus_per_node`` accelerators."""
 
@@ -76,10 +97,15 @@ class Cluster:
     scale_up_domain: int
     """GPUs that reach each other over the scale-up fabric (>= gpus_per_node for rack scale)."""
     nic_bandwidth: Figure
-    """Bytes/s per GPU and direction between nodes."""
+    """Bytes/s of one NIC and direction."""
+    nics_per_node: Figure
+    """Of a host; its GPUs share them alike."""
     nic_efficiency: Figure
+    """Share of a NIC's bandwidth that large messages reach."""
     nic_latency_s: Figure
-    """One hop between nodes."""
+    """What a step between nodes takes beyond the collective library's own figure for InfiniBand."""
+    tiers: tuple[Tier, ...] = ()
+    """From the NICs up; none: every NIC reaches every other at full speed."""
 
     @property
     def world_size(self) -> int:

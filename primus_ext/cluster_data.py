@@ -1,56 +1,58 @@
-"""Read accelerators from ``hydra_conf/accelerator/*.yaml`` and make target clusters of them."""
+"""Make target clusters of the accelerators in ``hydra_conf/accelerator`` and of a user's own."""
 
 from __future__ import annotations
 
 import functools
-from pathlib import Path
+from collections.abc import Mapping
 from typing import Any
 
-import yaml
+from primus_ext.cluster import Accelerator, Cluster, Figure, Tier
+from primus_ext.cluster_files import (
+    ASSUMED,
+    NETWORK,
+    ClusterError,
+    accelerator_names,
+    figure,
+    is_file,
+    parsed,
+    read,
+    shared_table,
+)
 
-from primus_ext.cluster import Accelerator, Cluster, Figure
-from primus_ext.conf_dir import hydra_conf_dir
+__all__ = ["ClusterError", "accelerator_names", "load_accelerator", "load_cluster"]
 
-_PLAIN = ("name", "vendor", "arch", "multi_processors", "scale_up_topology", "scale_up_gpus")
-_FIGURES = ("hbm_bytes", "hbm_bandwidth", "hbm_efficiency", "kernel_launch_s",
-            "scale_up_bandwidth", "scale_up_latency_s", "context_bytes",
-            "communicator_bytes", "communicator_pair_bytes", "all_to_all_peer_bytes")  # fmt: skip
-_TABLES = ("peak_flops", "gemm_efficiency", "attention_efficiency", "scale_up_efficiency",
-           "residuals")  # fmt: skip
-_NETWORK = ("nic_bandwidth", "nic_efficiency", "nic_latency_s")
-
-
-class ClusterError(ValueError):
-    """A target that can't be built or can't do what is asked; the message is one sentence."""
-
-
-def accelerator_names() -> list[str]:
-    """Names that :func:`load_cluster` knows, sorted."""
-    return sorted(path.stem for path in _folder().glob("*.yaml"))
+NETWORK_KEYS = ("fabric", *NETWORK, "nics_per_node", "scale_up_domain", "tiers")
+"""What a target may say of its network."""
 
 
 def load_accelerator(name: str) -> Accelerator:
-    """The accelerator ``name``, each figure with its source.
+    """An accelerator, each figure with its source.
+
+    Args:
+        name: A shipped one, or the path of a file.
 
     Raises:
-        ClusterError: No such accelerator.
+        ClusterError: No such accelerator, or its file is not one.
     """
-    return _load(_checked(name))[0]
+    return _load(name)[0]
 
 
-def load_cluster(name: str, nodes: int, gpus_per_node: int) -> Cluster:
+def load_cluster(
+    name: str, nodes: int, gpus_per_node: int, network: Mapping[str, Any] | None = None
+) -> Cluster:
     """A target of ``nodes`` hosts with ``gpus_per_node`` accelerators each.
 
     Args:
-        name: Accelerator, e.g. ``h100``.
+        name: Accelerator, e.g. ``h100``, or the path of a user's file.
         nodes: Hosts.
         gpus_per_node: GPUs of a host; they form one scale-up domain, or are part of a rack that
             does.
+        network: What differs from the accelerator's usual network (:data:`NETWORK_KEYS`).
 
     Raises:
-        ClusterError: Unknown accelerator, or a size that does not exist.
+        ClusterError: Unknown accelerator, a size that does not exist, or a network that can't be.
     """
-    accelerator, network = _load(_checked(name))
+    accelerator, usual = _load(name)
     _positive("nodes", nodes)
     _positive("gpus_per_node", gpus_per_node)
     if gpus_per_node > accelerator.host_gpus:
@@ -59,14 +61,91 @@ def load_cluster(name: str, nodes: int, gpus_per_node: int) -> Cluster:
             f"most {accelerator.host_gpus} GPUs"
         )
     rack = accelerator.host_gpus < accelerator.scale_up_gpus and nodes > 1
+    own = Figure(value=float(gpus_per_node), source=f"{ASSUMED}: one NIC for each GPU")
+    if gpus_per_node < accelerator.host_gpus:
+        usual = {key: value for key, value in usual.items() if key != "nics_per_node"}
+    fields: dict[str, Any] = {"nics_per_node": own, **usual}
+    domain = accelerator.scale_up_gpus if rack else gpus_per_node
+    fields["scale_up_domain"] = domain
+    fields |= _overrides(network or {}, gpus_per_node, accelerator)
     return Cluster(
-        name=f"{name}_{nodes}x{gpus_per_node}",
+        name=f"{accelerator.name if is_file(name) else name}_{nodes}x{gpus_per_node}",
         accelerator=accelerator,
         nodes=nodes,
         gpus_per_node=gpus_per_node,
-        scale_up_domain=accelerator.scale_up_gpus if rack else gpus_per_node,
-        **network,
+        **fields,
     )
+
+
+def _overrides(
+    network: Mapping[str, Any], gpus_per_node: int, accelerator: Accelerator
+) -> dict[str, Any]:
+    """What a target says of its own network."""
+    fields: dict[str, Any] = {}
+    for key in network:
+        if key not in NETWORK_KEYS:
+            raise ClusterError(
+                f"network.{key} is not a key of a network: legal are {', '.join(NETWORK_KEYS)}"
+            )
+    if "fabric" in network:
+        table = shared_table("fabric", str(network["fabric"]))
+        fields |= {key: figure(entry) for key, entry in table.items()}
+    for key in (*NETWORK, "nics_per_node"):
+        if key in network:
+            fields[key] = _stated(f"network.{key}", network[key])
+    if fields.get("nic_efficiency", Figure(value=1, source="-")).value > 1:
+        raise ClusterError("network.nic_efficiency is not legal: it is a share, at most 1")
+    if "scale_up_domain" in network:
+        domain = network["scale_up_domain"]
+        _positive("network.scale_up_domain", domain)
+        if domain % gpus_per_node or domain > accelerator.scale_up_gpus:
+            raise ClusterError(
+                f"network.scale_up_domain={domain} is not legal: it must be a multiple of "
+                f"gpus_per_node and at most {accelerator.scale_up_gpus}"
+            )
+        fields["scale_up_domain"] = domain
+    if "tiers" in network:
+        fields["tiers"] = _tiers(network["tiers"])
+    return fields
+
+
+def _tiers(entries: Any) -> tuple[Tier, ...]:
+    """Tiers from the NICs up, e.g. ``[{nodes: 32, oversubscription: 1}, ...]``."""
+    if not isinstance(entries, (list, tuple)):
+        raise ClusterError(f"network.tiers={entries!r} is not legal: it must be a list")
+    tiers: list[Tier] = []
+    for index, entry in enumerate(entries):
+        key = f"network.tiers[{index}]"
+        if not isinstance(entry, Mapping) or set(entry) != {"nodes", "oversubscription"}:
+            raise ClusterError(f"{key} is not legal: a tier has nodes and oversubscription")
+        _positive(f"{key}.nodes", entry["nodes"])
+        if tiers and entry["nodes"] % tiers[-1].nodes:
+            raise ClusterError(
+                f"{key}.nodes={entry['nodes']} is not legal: it must be a multiple of the "
+                f"{tiers[-1].nodes} of the tier below"
+            )
+        stated = _stated(f"{key}.oversubscription", entry["oversubscription"])
+        if stated.value < 1:
+            raise ClusterError(f"{key}.oversubscription={stated.value} is not legal: at least 1")
+        tiers.append(Tier(nodes=entry["nodes"], oversubscription=stated))
+    return tuple(tiers)
+
+
+def _stated(key: str, entry: Any) -> Figure:
+    """A figure of the target's own: a number, or a value with its source."""
+    value, source = entry, f"the target's {key}"
+    if isinstance(entry, Mapping):
+        value, source = entry.get("value"), str(entry.get("source") or source)
+    if isinstance(value, str):  # YAML reads 5e10 as text
+        try:
+            value = float(value)
+        except ValueError:
+            value = None
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not value >= 0:
+        raise ClusterError(f"{key}={entry!r} is not legal: it must be a number, not negative")
+    if value == 0 and "latency" not in key:
+        raise ClusterError(f"{key}={entry!r} is not legal: it must be positive")
+    return Figure(value=float(value), source=source)
 
 
 def _positive(key: str, value: Any) -> None:
@@ -74,55 +153,10 @@ def _positive(key: str, value: Any) -> None:
         raise ClusterError(f"{key}={value} is not legal: it must be a positive integer")
 
 
-def _checked(name: str) -> str:
-    """``name`` if there is a file for it; the accelerators there are, otherwise."""
-    known = accelerator_names()
-    if name not in known:
-        raise ClusterError(f"accelerator={name} is not known: legal are {', '.join(known)}")
-    return name
-
-
-def _folder() -> Path:
-    return hydra_conf_dir() / "accelerator"
+def _load(name: str) -> tuple[Accelerator, dict[str, Figure]]:
+    return parsed(read(name), name) if is_file(name) else _shipped(name)
 
 
 @functools.lru_cache(maxsize=32)
-def _load(name: str) -> tuple[Accelerator, dict[str, Figure]]:
-    path = _folder() / f"{name}.yaml"
-    raw = _raw(path)
-    try:
-        fields: dict[str, Any] = {key: raw[key] for key in _PLAIN}
-        fields["host_gpus"] = raw.get("host_gpus", raw["scale_up_gpus"])
-        fields |= {key: _figure(raw[key]) for key in _FIGURES}
-        fields |= {key: {k: _figure(v) for k, v in raw[key].items()} for key in _TABLES}
-        major, minor = raw["compute_capability"]
-        accelerator = Accelerator(compute_capability=(major, minor), **fields)
-        network = {key: _figure(raw["network"][key]) for key in _NETWORK}
-    except (KeyError, TypeError, ValueError) as error:
-        raise ClusterError(f"{path.name} is not a description of an accelerator: {error!r}") \
-            from error
-    return accelerator, network
-
-
-def _raw(path: Path) -> dict[str, Any]:
-    """A file, laid over the one that it says it is ``like``."""
-    own = yaml.safe_load(path.read_text(encoding="utf-8"))
-    base = own.pop("like", None)
-    if base is None:
-        return own
-    merged = _raw(path.with_name(f"{base}.yaml"))
-    for key, value in own.items():
-        inherited = merged.get(key)
-        # A figure (value and source) and a table of a variant's own links are taken as a whole.
-        merged[key] = value
-        if isinstance(inherited, dict) and "value" not in value and key != "scale_up_efficiency":
-            merged[key] = {**inherited, **value}
-    return merged
-
-
-def _figure(entry: dict[str, Any]) -> Figure:
-    """A number with its source; neither may be missing."""
-    value, source = float(entry["value"]), str(entry["source"])
-    if not source:
-        raise ValueError("a figure without source")
-    return Figure(value=value, source=source)
+def _shipped(name: str) -> tuple[Accelerator, dict[str, Figure]]:
+    return parsed(read(name), f"{name}.yaml")

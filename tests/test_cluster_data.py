@@ -39,6 +39,7 @@ def test_all_are_there() -> None:
 def test_every_figure_is_positive_and_has_a_source(name: str) -> None:
     for key, figure in figures(load_accelerator(name)):
         assert figure.value > 0, key
+        assert not figure.source.startswith("assumed"), key
         assert len(figure.source) > 8, key
 
 
@@ -46,9 +47,11 @@ def test_every_figure_is_positive_and_has_a_source(name: str) -> None:
 def test_shares_are_shares_and_every_format_has_one(name: str) -> None:
     accelerator = load_accelerator(name)
     assert set(accelerator.peak_flops) == set(accelerator.gemm_efficiency)
-    shares = [accelerator.gemm_efficiency, accelerator.attention_efficiency,
-              accelerator.scale_up_efficiency]  # fmt: skip
-    for table in shares:
+    factors = {"start", "latency", "ramp", "nvls_start"}  # not shares of a bandwidth
+    reached = {k: f for k, f in accelerator.collectives.items() if k not in factors}
+    assert {"ring", "direct", "message"} <= set(reached)
+    assert factors - {"nvls_start"} <= set(accelerator.collectives)
+    for table in (accelerator.gemm_efficiency, accelerator.attention_efficiency, reached):
         assert all(0.05 < figure.value <= 1 for figure in table.values())
     assert 0.5 < accelerator.hbm_efficiency.value < 1
     assert set(accelerator.residuals) == {"gemm", "attention", "memory", "communication"}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from primus_ext.cluster import Cluster
-from primus_ext.cost import attention, collectives, gemm, memory_bound
+from primus_ext.cost import attention, collectives, exchange, gemm, memory_bound
 from primus_ext.cost.priced import FREE, CostError, Priced
 from primus_ext.trace import Collective, Family, Op
 
@@ -19,6 +19,7 @@ class CostModel:
     def __init__(self, cluster: Cluster) -> None:
         """Price for ``cluster``."""
         self.cluster = cluster
+        self._collectives: collectives.Known = {}
 
     def op_seconds(self, op: Op) -> Priced:
         """Seconds that one execution of ``op`` keeps the device busy.
@@ -44,4 +45,16 @@ class CostModel:
         Raises:
             CostError: The kind has no price, or a rank does not exist on the target.
         """
-        return collectives.price(self.cluster, collective, ranks)
+        return collectives.price(self.cluster, collective, ranks, self._collectives)
+
+    def remote_seconds(self, op: Op, ranks: Sequence[int]) -> Priced:
+        """Seconds of an op that talks to the other members of the group of global ``ranks``.
+
+        Raises:
+            CostError: It has no price, or a rank does not exist on the target.
+        """
+        if exchange.is_exchange(op):
+            return exchange.price(self.cluster, op, ranks)
+        if op.collective is None:
+            raise CostError(f"op {op.name} of family {op.family} says nothing of its collective")
+        return self.collective_seconds(op.collective, ranks)

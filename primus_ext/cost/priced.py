@@ -7,6 +7,9 @@ import dataclasses
 MODEL = "model"
 """Evidence of a price that comes from published figures alone; nothing was measured here."""
 
+TABLE = "latency database"
+"""Evidence of a price between measured times of the same kind of work on the same product."""
+
 
 class CostError(ValueError):
     """Something has no price; the message is one sentence."""
@@ -18,7 +21,7 @@ class Priced:
 
     seconds: float
     evidence: str
-    """``model`` or, later, ``measured``, ``latency database``, ``calibrated model``."""
+    """``model``, ``latency database`` or, later, ``measured``, ``calibrated model``."""
     terms: dict[str, float]
     """Parts that were compared or added, seconds: compute, memory, launch, latency, wire, ..."""
 

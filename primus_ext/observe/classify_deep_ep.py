@@ -25,8 +25,8 @@ def classify(
 
     A dispatch or combine is an all-to-all, whose ``bytes`` are those of the tokens that this rank
     sends, each once to every rank that needs it.  Its attributes: ``backend`` (deepep, hybridep),
-    ``direction``, ``node_bytes`` (what leaves the node: each token once for every other node) and
-    ``sms`` that the kernel takes.
+    ``direction``, ``node_bytes`` (what leaves the node: each token once for every other node),
+    ``row_bytes`` (of one token on the wire) and ``sms`` that the kernel takes.
     """
     by_name = arguments(func, args, kwargs)
     kernel = name.split(".")[1]
@@ -50,6 +50,7 @@ def classify(
             ("backend", "hybridep" if kernel.startswith("hybrid") else "deepep"),
             ("direction", "dispatch" if "dispatch" in kernel else "combine"),
             ("node_bytes", by_name["node_sent"] * row),
+            ("row_bytes", row),
             ("sms", by_name["sms"]),
         ),
         collective=Collective(

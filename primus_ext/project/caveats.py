@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from primus_ext.cluster import Cluster
+from primus_ext.cluster_files import assumptions
 from primus_ext.plan import Plan, is_sharded
 from primus_ext.project import allocator_config, stage
 from primus_ext.project.footprint import replayable
@@ -15,8 +16,8 @@ _ALWAYS = (
     "kernel launches that the host does not keep up with: the device is assumed to have work",
     "clocks under sustained load: efficiencies come from microbenchmarks",
     "compute slowed down by collectives that run beside it, and the reverse",
-    "collectives of several groups at the same time: each has the links to itself",
-    "contention between nodes: every GPU has the full bandwidth of its NIC",
+    "collectives of different kinds at the same time: each has the links to itself",
+    "contention between nodes beyond the oversubscription that the target states",
     "data loading, logging, evaluation, checkpoints, stragglers and jitter",
 )
 
@@ -74,6 +75,21 @@ def not_modelled(plan: Plan, stages: Sequence[RankTrace], cluster: Cluster) -> t
         lines.append("ROCm's own Transformer Engine kernels: the ops are those of NVIDIA's wheel")
     lines += _allocator(plan, stages)
     return (*lines, *_ALWAYS)
+
+
+def assumed(cluster: Cluster) -> tuple[str, ...]:
+    """One line on the accelerator's figures that no file states, if there are any.
+
+    That a GPU has a NIC of its own is said in the provenance alone.
+    """
+    found = assumptions(cluster)
+    names = sorted(name for name in found if name != "nics_per_node")
+    if not names:
+        return ()
+    return (
+        f"{cluster.accelerator.name}: {len(names)} figures are assumed, not stated "
+        f"(provenance.assumed says from what): {', '.join(names)}",
+    )
 
 
 def _allocator(plan: Plan, stages: Sequence[RankTrace]) -> list[str]:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from primus_ext.cluster import Cluster
+from primus_ext.cluster_files import assumptions
 from primus_ext.cost.formats import require_precision
 from primus_ext.cost.model import CostModel
 from primus_ext.plan import Plan, ProgramRef
@@ -90,7 +91,7 @@ def project(
         breakdown=tuple(terms),
         not_modelled=caveats.not_modelled(plan, stages, cluster),
         warnings=(
-            *warnings, *judged.notes, *unknown_ops(stages),
+            *warnings, *caveats.assumed(cluster), *judged.notes, *unknown_ops(stages),
             *comparison.notes(plan, shape, under),
         ),
         collectives=inventory.listed(inventory.of_step(plan, stages, shape)),
@@ -101,8 +102,10 @@ def project(
             "figures": to_plain(cluster.accelerator),
             "network": {
                 key: to_plain(getattr(cluster, key))
-                for key in ("nic_bandwidth", "nic_efficiency", "nic_latency_s")
+                for key in ("nic_bandwidth", "nics_per_node", "nic_efficiency", "nic_latency_s",
+                            "tiers")  # fmt: skip
             },
+            "assumed": {key: figure.source for key, figure in assumptions(cluster).items()},
             "interval": "published spread of operators, weighted by exposed time, added",
         },
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from primus_ext.cluster import Cluster
+from primus_ext.cost import collective_tables
 from primus_ext.plan import Plan
 from primus_ext.project.ledger import TermName
 
@@ -36,5 +37,7 @@ def of(term: TermName, plan: Plan, cluster: Cluster, schedule: str | None = None
     if term in (TermName.EDGES, TermName.RECOMPUTE):
         return f"model: {gemm}, {memory}"
     if term in _COMMUNICATION:
+        if accelerator.name in collective_tables.SYSTEMS and collective_tables.available():
+            return "model: links and NICs at published shares; within a node NCCL's measured times"
         return "model: links and NICs at published shares"
     return f"schedule: event simulation of {schedule or plan.schedule}"

@@ -88,7 +88,7 @@ class Pricer:
             return self._cost.op_seconds(op).seconds
         if op.collective is None:
             raise CostError(f"op {op.name} of family {op.family} says nothing of its collective")
-        return self._cost.collective_seconds(op.collective, self.ranks(op.collective)).seconds
+        return self._cost.remote_seconds(op, self.ranks(op.collective)).seconds
 
     def ranks(self, collective: Collective) -> tuple[int, ...]:
         """Members of a collective's group.

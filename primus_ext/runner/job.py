@@ -147,7 +147,9 @@ def _cluster(request: Request) -> Cluster:
     else:
         asked = target.from_config(request.target_cluster)
     try:
-        return load_cluster(asked.accelerator, asked.nodes, asked.gpus_per_node)
+        return load_cluster(
+            asked.accelerator, asked.nodes, asked.gpus_per_node, asked.network
+        )
     except ValueError as error:
         raise UsageError(str(error)) from error
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from primus_ext.runner import local_device
 from primus_ext.runner.outcome import UsageError
 
 KEYS = ("accelerator", "nodes", "gpus_per_node")
+OPTIONAL = ("network",)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -17,9 +19,11 @@ class Target:
     """``nodes`` hosts of ``gpus_per_node`` accelerators."""
 
     accelerator: str
-    """Name of a file in ``hydra_conf/accelerator``."""
+    """Name of a file in ``hydra_conf/accelerator``, or the path of a user's own."""
     nodes: int
     gpus_per_node: int
+    network: Mapping[str, Any] | None = None
+    """What differs from the accelerator's usual network."""
 
     @property
     def world_size(self) -> int:
@@ -29,14 +33,15 @@ class Target:
     @property
     def name(self) -> str:
         """As ``+target_cluster`` spells it, e.g. ``h100_8x8``."""
-        return f"{self.accelerator}_{self.nodes}x{self.gpus_per_node}"
+        return f"{Path(self.accelerator).stem}_{self.nodes}x{self.gpus_per_node}"
 
 
 def from_config(node: Mapping[str, Any]) -> Target:
     """Read the content of a ``target_cluster`` file.
 
     Args:
-        node: ``accelerator``, ``nodes`` and ``gpus_per_node``; nothing else.
+        node: ``accelerator``, ``nodes``, ``gpus_per_node`` and, where it differs from the usual
+            one, ``network``; nothing else.
 
     Raises:
         UsageError: a key is missing or unknown, or a value is not legal.  Whether an accelerator
@@ -45,10 +50,11 @@ def from_config(node: Mapping[str, Any]) -> Target:
     missing = [key for key in KEYS if node.get(key) is None]
     if missing:
         raise UsageError(f"target_cluster.{missing[0]} is missing; a target has {', '.join(KEYS)}")
-    unknown = sorted(str(key) for key in node if key not in KEYS)
+    legal = (*KEYS, *OPTIONAL)
+    unknown = sorted(str(key) for key in node if key not in legal)
     if unknown:
         raise UsageError(
-            f"target_cluster.{unknown[0]} is not a key of a target; legal: {', '.join(KEYS)}"
+            f"target_cluster.{unknown[0]} is not a key of a target; legal: {', '.join(legal)}"
         )
     for key in ("nodes", "gpus_per_node"):
         value = node[key]
@@ -59,7 +65,10 @@ def from_config(node: Mapping[str, Any]) -> Target:
             f"target_cluster.accelerator={node['accelerator']!r} must be the name of an "
             "accelerator, such as h100"
         )
-    return Target(**{key: node[key] for key in KEYS})
+    network = node.get("network")
+    if network is not None and not isinstance(network, Mapping):
+        raise UsageError(f"target_cluster.network={network!r} must be keys and values")
+    return Target(**{key: node[key] for key in KEYS}, network=network)
 
 
 def from_surroundings(environment: Mapping[str, str]) -> Target:
