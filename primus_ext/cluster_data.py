@@ -65,7 +65,9 @@ def load_cluster(
     if gpus_per_node < accelerator.host_gpus:
         usual = {key: value for key, value in usual.items() if key != "nics_per_node"}
     fields: dict[str, Any] = {"nics_per_node": own, **usual}
-    domain = accelerator.scale_up_gpus if rack else gpus_per_node
+    domain = gpus_per_node
+    if rack:
+        domain *= _nodes_of_a_rack(nodes, accelerator.scale_up_gpus // gpus_per_node)
     fields["scale_up_domain"] = domain
     fields |= _overrides(network or {}, gpus_per_node, accelerator)
     return Cluster(
@@ -75,6 +77,15 @@ def load_cluster(
         gpus_per_node=gpus_per_node,
         **fields,
     )
+
+
+def _nodes_of_a_rack(nodes: int, most: int) -> int:
+    """How many nodes of a job a scheduler places in one rack: the most that divide it evenly.
+
+    Slurm's block topology does so when asked for segments; Megatron-Bridge's recipes for 256 GPUs
+    of NVL72 racks count on 64 GPUs a rack (NUM_OF_HYBRID_EP_RANKS_PER_NVLINK_DOMAIN, v0.6.0).
+    """
+    return next(count for count in range(most, 0, -1) if nodes % count == 0)
 
 
 def _overrides(

@@ -85,7 +85,7 @@ def test_a_variant_differs_in_what_its_file_says_and_in_nothing_else() -> None:
     assert rack.gemm_efficiency == load_accelerator("b200").gemm_efficiency
 
 
-@pytest.mark.parametrize(("nodes", "domain"), [(1, 4), (2, 72), (64, 72)])
+@pytest.mark.parametrize(("nodes", "domain"), [(1, 4), (2, 8), (18, 72), (36, 72), (64, 64)])
 def test_a_rack_is_one_scale_up_domain(nodes: int, domain: int) -> None:
     assert load_cluster("gb200", nodes, 4).scale_up_domain == domain
     with pytest.raises(ClusterError, match="at most 4 GPUs"):
