@@ -30,9 +30,21 @@ class Accelerator:
     """Dense peak by number format of the operands: fp32, tf32, bf16, fp16, fp8 (per-tensor scales),
     fp8_block, mxfp8, nvfp4; what is absent is not supported."""
     gemm_efficiency: dict[str, Figure]
-    """Share of the peak that large training GEMMs reach, by dtype."""
+    """Share of the peak that the largest output tiles reach, by number format."""
     attention_efficiency: dict[str, Figure]
-    """Share of the bf16 peak of fused attention: forward, backward."""
+    """Share of the bf16 peak of fused attention: forward, backward (head dimension 128), and
+    ``direction/n`` where another head dimension is known."""
+    memory_efficiency: dict[str, Figure]
+    """Share of the memory bandwidth by kind of kernel; what is absent streams at
+    ``hbm_efficiency``.  Kinds: norm, rope, permute, cross_entropy, quantize."""
+    kernel_model: dict[str, Figure]
+    """Constants of the kernel models, which hold for a generation (``cost/kernel_constants.py``
+    names and explains them)."""
+    sustained_clock: Figure
+    """Clock under the load of training over that of the short runs which the shares above come
+    from; divides the compute-bound terms of matrix products and attention."""
+    measured_tables: str
+    """Folder of this very product in the tables of aiconfigurator-core; '' if they have none."""
     hbm_bytes: Figure
     """Capacity that a process can allocate, in bytes."""
     hbm_bandwidth: Figure

@@ -25,8 +25,11 @@ PLAIN = ("name", "vendor", "arch", "multi_processors", "scale_up_topology", "sca
 FIGURES = ("hbm_bytes", "hbm_bandwidth", "hbm_efficiency", "kernel_launch_s", "l2_bytes",
            "boost_clock_hz", "scale_up_bandwidth", "context_bytes",
            "communicator_bytes", "communicator_pair_bytes", "all_to_all_peer_bytes")  # fmt: skip
-TABLES = ("peak_flops", "gemm_efficiency", "attention_efficiency", "collectives", "exchange",
-          "residuals")  # fmt: skip
+TABLES = ("peak_flops", "gemm_efficiency", "attention_efficiency", "memory_efficiency",
+          "kernel_model", "collectives", "exchange", "residuals")  # fmt: skip
+_NOT_INHERITED = ("measured_tables",)
+"""What was measured on a product says nothing about one that is like it."""
+_CLOCK = {"value": 1.0, "source": f"{ASSUMED}: training runs at the clock of short runs"}
 NETWORK = ("nic_bandwidth", "nic_efficiency", "nic_latency_s")
 FABRICS = {"nvidia": "infiniband", "amd": "roce"}
 """The usual scale-out network of each vendor's reference platforms, where a file names none."""
@@ -95,6 +98,8 @@ def _laid_over(path: Path) -> dict[str, Any]:
     if base is None:
         return own
     merged = _inherited(base, path)
+    for key in _NOT_INHERITED:
+        merged.pop(key, None)
     for key, value in own.items():
         inherited = merged.get(key)
         # A figure (value and source) and a table of a variant's own links are taken as a whole.
@@ -221,6 +226,8 @@ def parsed(raw: dict[str, Any], where: str) -> tuple[Accelerator, dict[str, Figu
     """
     try:
         fields: dict[str, Any] = {key: raw[key] for key in PLAIN}
+        fields["sustained_clock"] = figure(raw.get("sustained_clock", _CLOCK))
+        fields["measured_tables"] = str(raw.get("measured_tables", ""))
         fields["host_gpus"] = raw.get("host_gpus", raw["scale_up_gpus"])
         fields |= {key: figure(raw[key]) for key in FIGURES}
         fields |= {key: {k: figure(v) for k, v in raw[key].items()} for key in TABLES}

@@ -98,7 +98,8 @@ class Op:
     """Bytes read plus written if every input and output moves once."""
     attrs: tuple[tuple[str, Any], ...] = ()
     """Sorted scalars that the price depends on.  gemm: m, n, k, batch, layout (tn|nn|nt), dtype,
-    accumulate, out_dtype.  grouped_gemm: additionally groups (m is the total over groups).
+    accumulate, out_dtype.  grouped_gemm: additionally groups (m is the total over groups), and rows
+    (of each group; in layout nt its contraction) where the groups differ.
     attention: batch, heads, kv_heads, seq_q, seq_kv, dim_qk, dim_v, causal, direction
     (forward|backward), fused, window."""
     collective: Collective | None = None

@@ -39,7 +39,8 @@ def test_all_are_there() -> None:
 def test_every_figure_is_positive_and_has_a_source(name: str) -> None:
     for key, figure in figures(load_accelerator(name)):
         assert figure.value > 0, key
-        assert not figure.source.startswith("assumed"), key
+        if key != "sustained_clock":  # 1, until published runs say otherwise
+            assert not figure.source.startswith("assumed"), key
         assert len(figure.source) > 8, key
 
 
@@ -79,10 +80,11 @@ def test_a_variant_differs_in_what_its_file_says_and_in_nothing_else() -> None:
         for field in dataclasses.fields(base)
         if getattr(base, field.name) != getattr(variant, field.name)
     }
-    assert differing == {"name", "hbm_bytes", "hbm_bandwidth"}
+    # tables were measured on the other one: they are not inherited
+    assert differing == {"name", "hbm_bytes", "hbm_bandwidth", "measured_tables"}
     rack = load_accelerator("gb300")  # like gb200, which is like b200
     assert rack.peak_flops["bf16"].value == 2.5e15 and rack.peak_flops["nvfp4"].value == 1.5e16
-    assert rack.gemm_efficiency == load_accelerator("b200").gemm_efficiency
+    assert rack.hbm_efficiency == load_accelerator("b200").hbm_efficiency
 
 
 @pytest.mark.parametrize(("nodes", "domain"), [(1, 4), (2, 8), (18, 72), (36, 72), (64, 64)])

@@ -14,9 +14,11 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "scripts" / "bench"))
 
 import moe_layer_memory as layers  # noqa: E402
+import moe_layer_times  # noqa: E402
 import published_memory as sweeper  # noqa: E402
 
-from primus_ext.cluster_data import load_accelerator  # noqa: E402
+from primus_ext.cluster_data import load_accelerator, load_cluster  # noqa: E402
+from primus_ext.cost.model import CostModel  # noqa: E402
 from primus_ext.runner import peaks, validate  # noqa: E402
 
 RUNS = ROOT / "validation" / "memory_runs.yaml"
@@ -166,6 +168,9 @@ DEEPSEEK = {"seq_len": 4096, "mbs": 1, "hidden_size": 7168, "moe_ffn_hidden_size
             "num_experts": 32, "topk": 8, "num_attention_heads": 8,
             "router": "sigmoid, 8 groups, group-topk 4, expert bias"}  # fmt: skip
 
+TIMES = {("a2a", "bf16"): (4.327, 7.684), ("a2a", "fp8 blockwise"): (3.788, 6.618)}
+"""Milliseconds of the Mixtral-like layer, from the same file."""
+
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
@@ -185,4 +190,13 @@ def test_one_layer_of_experts_on_h100(
         "model": model, "parallelism": {"tp": 1, "ep": 8, "etp": 1}, "precision": precision,
         "dispatcher": dispatcher,
     }  # fmt: skip
-    assert layers.peak_bytes(row) / GIB == pytest.approx(measured, rel=0.03)
+    did = layers.recorded(row)
+    assert did["peak_bytes"] / GIB == pytest.approx(measured, rel=0.03)
+    families = {p: [did["ops"][i]["family"] for i in did[p]] for p in ("forward", "backward")}
+    products = {phase: found.count("grouped_gemm") for phase, found in families.items()}
+    assert products == {"forward": 2, "backward": 4}  # two gradients of each
+    if (dispatcher, precision) in TIMES and model is MIXTRAL:
+        found = moe_layer_times.times(did, CostModel(load_cluster("h100", 1, 8), tables=False))
+        forward, backward = TIMES[dispatcher, precision]
+        assert found["forward"].total * 1e3 == pytest.approx(forward, rel=0.15)
+        assert found["backward"].total * 1e3 == pytest.approx(backward, rel=0.15)

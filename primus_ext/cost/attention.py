@@ -4,31 +4,65 @@ from __future__ import annotations
 
 from primus_ext.cluster import Accelerator
 from primus_ext.cost.formats import peak_flops
+from primus_ext.cost.kernel_constants import constant
 from primus_ext.cost.memory_bound import traffic_seconds
 from primus_ext.cost.priced import MODEL, CostError, Priced
 from primus_ext.trace import Op
 
-ROWS = {"forward": 128, "backward": 64}
-"""Rows of one work item: query rows forward (FlashAttention-2, arXiv 2307.08691, section 3.3: 128),
-half of that backward, where the SimuMax rows from 4 to 128 heads show a third to a half of the
-forward's waiting time on A100 and B200."""
+ROWS = 128
+"""Query rows of one work item (FlashAttention-2, arXiv 2307.08691, section 3.3)."""
+STANDARD = 128
+"""Head dimension that ``forward`` and ``backward`` of an accelerator's shares are for."""
+OVERLAP = 3.0
+"""As in :mod:`primus_ext.cost.gemm`: how sharply the slower of compute and traffic decides."""
 
 _PRICED = ("bf16", "fp16")
 
 
-def tail_flops(
-    accelerator: Accelerator, seq_kv: int, dim_qk: int, dim_v: int, direction: str
-) -> float:
-    """FLOPs that the device could do while the last, longest work items finish.
+def share(accelerator: Accelerator, direction: str, dim_qk: int) -> float:
+    """Share of the bf16 peak at a head dimension, straight between the known ones.
 
-    One row block against all keys, on every multiprocessor: with few heads most of them have
-    nothing left to do.  It takes the spread of measured over modelled from 0.085 to 0.042 on A100
-    and from 0.15 to 0.10 on B200 (standard deviation of the logarithm; prefill tables of
-    aiconfigurator-core 0.12.0, SGLang), and explains the rates of the SimuMax A100 rows from 4 to
-    128 heads.
+    Where a backward has none for a dimension, the forward's drop against 128 is taken.
     """
-    dims = 3 * dim_qk + 2 * dim_v if direction == "backward" else dim_qk + dim_v
-    return 2.0 * ROWS[direction] * seq_kv * dims * accelerator.multi_processors
+    table = accelerator.attention_efficiency
+    base = table[direction].value
+    known = {STANDARD: base}
+    for name, figure in table.items():
+        kind, _, dim = name.partition("/")
+        if dim and kind == direction:
+            known[int(dim)] = figure.value
+        elif dim and f"{direction}/{dim}" not in table:
+            known[int(dim)] = figure.value * base / table[kind].value
+    dims = sorted(known)
+    if dim_qk <= dims[0] or dim_qk >= dims[-1]:
+        return known[dims[0] if dim_qk <= dims[0] else dims[-1]]
+    above = next(dim for dim in dims if dim >= dim_qk)
+    below = max(dim for dim in dims if dim <= dim_qk)
+    if above == below:
+        return known[above]
+    part = (dim_qk - below) / (above - below)
+    return known[below] + part * (known[above] - known[below])
+
+
+def busy_flops(accelerator: Accelerator, op: Op) -> tuple[float, float]:
+    """FLOPs the device could do while the kernel computes, and while its last rows finish.
+
+    Every block of :data:`ROWS` query rows costs some keys more than it has (twice, where a window
+    cuts both ends), and when the work runs out most multiprocessors wait for the last blocks.
+    """
+    attrs = dict(op.attrs)
+    direction = attrs["direction"]
+    backward = direction == "backward"
+    qk, v = attrs["dim_qk"], attrs["dim_v"]
+    dims = 3 * qk + 2 * v if backward else qk + v
+    left, right = attrs.get("window") or (-1, -1)
+    reach, ends = attrs["seq_kv"], 1
+    if 0 <= left < reach:
+        reach, ends = min(reach, left + 1 + max(right, 0) + ROWS), 2
+    extra = ends * constant(accelerator, f"attention_keys_{direction}")
+    rows = attrs["batch"] * attrs["heads"] * attrs["seq_q"]
+    tail = constant(accelerator, f"attention_tail_{direction}") * ROWS * reach
+    return op.flops + 2.0 * rows * extra * dims, 2.0 * tail * dims * accelerator.multi_processors
 
 
 def price(accelerator: Accelerator, op: Op) -> Priced:
@@ -43,19 +77,17 @@ def price(accelerator: Accelerator, op: Op) -> Priced:
             f"dtype={attrs['dtype']} of fused attention has no price: {', '.join(_PRICED)} have"
         )
     direction = attrs["direction"]
-    share = accelerator.attention_efficiency[direction].value
-    rate = peak_flops(accelerator, "bf16") * share
-    left, right = attrs.get("window") or (-1, -1)
-    reach = attrs["seq_kv"]
-    if left >= 0:
-        reach = min(reach, left + 1 + max(right, 0) + ROWS[direction])
-    tail = tail_flops(accelerator, reach, attrs["dim_qk"], attrs["dim_v"], direction)
-    compute = op.flops / rate
-    waiting = tail / rate
+    rate = peak_flops(accelerator, "bf16") * share(accelerator, direction, attrs["dim_qk"])
+    if direction == "backward" and attrs["kv_heads"] < attrs["heads"]:
+        rate *= constant(accelerator, "attention_gqa_backward")
+    rate *= accelerator.sustained_clock.value
+    busy, tail = busy_flops(accelerator, op)
+    compute, waiting = busy / rate, tail / rate
     memory = traffic_seconds(accelerator, op.bytes)
     launch = accelerator.kernel_launch_s.value
+    seconds = ((compute + waiting) ** OVERLAP + memory**OVERLAP) ** (1 / OVERLAP) + launch
     return Priced(
-        max(compute + waiting, memory) + launch,
+        seconds,
         MODEL,
         {"compute": compute, "tail": waiting, "memory": memory, "launch": launch},
     )

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from primus_ext.cluster import Cluster
-from primus_ext.cost import attention, collectives, exchange, gemm, memory_bound
+from primus_ext.cost import attention, backends, collectives, exchange, gemm, memory_bound
+from primus_ext.cost.measured import Measured
 from primus_ext.cost.priced import FREE, CostError, Priced
 from primus_ext.trace import Collective, Family, Op
 
@@ -14,12 +15,31 @@ _TRAFFIC = (Family.MEMORY, Family.QUANTIZE)
 
 
 class CostModel:
-    """Durations of ops and collectives on one cluster, from published figures."""
+    """Durations of ops and collectives on one cluster, from published figures.
 
-    def __init__(self, cluster: Cluster) -> None:
-        """Price for ``cluster``."""
+    Each op is priced once; equal ops share the answer.
+    """
+
+    def __init__(
+        self, cluster: Cluster, gemm_backend: str = "", tables: Measured | bool = True
+    ) -> None:
+        """Price for ``cluster``.
+
+        Args:
+            cluster: The target.
+            gemm_backend: Entry point (:mod:`primus_ext.cost.backends`) that is asked first about
+                matrix products; '' for none.
+            tables: Correct forward kernels by measured neighbours where the optional tables are
+                installed and hold the target; False: formulas alone.
+
+        Raises:
+            CostError: No such backend.
+        """
         self.cluster = cluster
         self._collectives: collectives.Known = {}
+        self._backend = backends.backend(gemm_backend) if gemm_backend else None
+        self._tables = Measured(cluster.accelerator) if tables is True else (tables or None)
+        self._priced: dict[Op, Priced] = {}
 
     def op_seconds(self, op: Op) -> Priced:
         """Seconds that one execution of ``op`` keeps the device busy.
@@ -28,16 +48,26 @@ class CostModel:
             CostError: The op has no price, or is a collective (they need their group).
             ClusterError: The accelerator lacks the precision.
         """
+        found = self._priced.get(op)
+        if found is None:
+            found = self._priced[op] = self._price(op)
+        return found
+
+    def _price(self, op: Op) -> Priced:
         accelerator = self.cluster.accelerator
         if op.family in _MATRIX:
-            return gemm.price(accelerator, op)
+            own = self._backend(accelerator, op) if self._backend else None
+            return own or self._corrected(op, gemm.price(accelerator, op))
         if op.family is Family.ATTENTION:
-            return attention.price(accelerator, op)
+            return self._corrected(op, attention.price(accelerator, op))
         if op.family in _TRAFFIC:
             return memory_bound.price(accelerator, op)
         if op.family in (Family.HOST, Family.TRANSFER):  # not_modelled names the copies
             return FREE
         raise CostError(f"op {op.name} of family {op.family} has no price without its group")
+
+    def _corrected(self, op: Op, priced: Priced) -> Priced:
+        return self._tables.correct(op, priced) if self._tables else priced
 
     def collective_seconds(self, collective: Collective, ranks: Sequence[int]) -> Priced:
         """Seconds of a collective over the group of global ``ranks``.

@@ -100,6 +100,8 @@ def _grouped_gemm(
     written = targets + produced
     operands = [t for t in read if all(t is not target for target in targets)]
     first = operands[0]
+    each = ks if by_name["layout"] == "NT" else ms
+    unequal = (("rows", tuple(each)),) if len(set(each)) > 1 else ()
     return Op(
         name=name,
         family=Family.GROUPED_GEMM,
@@ -116,6 +118,7 @@ def _grouped_gemm(
             ("m", sum(ms) if by_name["layout"] != "NT" else max(ms)),
             ("n", max(ns)),
             ("out_dtype", dtype_name(written[0].dtype)),
+            *unequal,
         ),
     )
 

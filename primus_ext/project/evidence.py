@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from primus_ext.cluster import Cluster
-from primus_ext.cost import collective_tables
+from primus_ext.cost import collective_tables, tables
 from primus_ext.plan import Plan
 from primus_ext.project.ledger import TermName
 
@@ -25,13 +25,17 @@ def of(term: TermName, plan: Plan, cluster: Cluster, schedule: str | None = None
     number_format = plan.precision.number_format
     share = accelerator.gemm_efficiency.get(number_format)
     gemm = f"{share.value:.0%} of the {number_format} peak" if share else "published efficiency"
+    known = tables.source() if accelerator.measured_tables else None
+    corrected = f", corrected near the shapes of {known}" if known else ""
     memory = f"{accelerator.hbm_efficiency.value:.0%} of the memory bandwidth"
-    if term in (TermName.GEMM, TermName.GROUPED_GEMM):
+    if term is TermName.GEMM:
+        return f"model: {gemm}{corrected}"
+    if term is TermName.GROUPED_GEMM:
         return f"model: {gemm}"
     if term is TermName.ATTENTION:
         ahead = accelerator.attention_efficiency["forward"].value
         back = accelerator.attention_efficiency["backward"].value
-        return f"model: {ahead:.0%} forward, {back:.0%} backward of the bf16 peak"
+        return f"model: {ahead:.0%} forward, {back:.0%} backward of the bf16 peak{corrected}"
     if term in _TRAFFIC:
         return f"model: {memory}"
     if term in (TermName.EDGES, TermName.RECOMPUTE):

@@ -23,8 +23,8 @@ from primus_ext.runner import child, emulation
 GIB = 2**30
 
 
-def peak_bytes(row: dict[str, Any]) -> int:
-    """Projected peak of a case.
+def recorded(row: dict[str, Any]) -> dict[str, Any]:
+    """What one iteration of a case does: ``peak_bytes``, ``ops``, ``groups``, ``forward``, ...
 
     Raises:
         child.ChildError: the framework or the product refuses it.
@@ -39,7 +39,16 @@ def peak_bytes(row: dict[str, Any]) -> int:
             **emulation.question(emulation.load_cluster("h100", 1, 8)),
         }
         answer = child.run(question, (), folder, folder / "child.log", lambda *_: None)
-    return int(answer["plan"]["peak_bytes"])
+    return dict(answer["plan"])
+
+
+def peak_bytes(row: dict[str, Any]) -> int:
+    """Projected peak of a case.
+
+    Raises:
+        child.ChildError: the framework or the product refuses it.
+    """
+    return int(recorded(row)["peak_bytes"])
 
 
 def main() -> None:

@@ -5,7 +5,8 @@
 TransformerConfig.  The benchmark is ``tests/functional_tests/test_cases/common/moe_perf`` of
 Megatron-LM: a bare layer without data-parallel wrapper or optimizer, whose gradients are dropped
 before every iteration.  The answer's plan has ``peak_bytes``, the highest live bytes of an
-iteration after the first ones, and ``weight_bytes``.
+iteration after the first ones, ``weight_bytes``, and what that iteration does: ``ops``, ``groups``,
+and for ``forward`` and ``backward`` the numbers of their ops in order.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import torch
 from primus_ext.emulate import session, virtual_world
 from primus_ext.frameworks.megatron import moe_2025
 from primus_ext.observe.recorder import Recorder
+from primus_ext.trace import to_plain
 
 WARM_UP = 2
 """Iterations before the one that counts: caches and workspaces are there after the first."""
@@ -32,8 +34,8 @@ a product of torch's own, whose workspace stays in torch's allocator."""
 _SMALL_WORKSPACE = (2 * 4096 + 8 * 16) * 1024
 
 
-def run(case: dict[str, Any], request: dict[str, Any]) -> dict[str, int]:
-    """Peak bytes of an iteration of the layer on rank 0.
+def run(case: dict[str, Any], request: dict[str, Any]) -> dict[str, Any]:
+    """Peak bytes and ops of an iteration of the layer on rank 0.
 
     Args:
         case: See the module.
@@ -65,9 +67,20 @@ def run(case: dict[str, Any], request: dict[str, Any]) -> dict[str, int]:
         major = int(request["device"]["compute_capability"][0])
         workspace = torch.empty(WORKSPACE.get(major, _SMALL_WORKSPACE), dtype=torch.uint8)
         held: list[torch.Tensor] = []
-        peaks = [_iteration(layer, tokens, recorder, held) for _ in range(WARM_UP + 1)]
+        for _ in range(WARM_UP):
+            _iteration(layer, tokens, recorder, held)
+        recorder.recording = True
+        peak = _iteration(layer, tokens, recorder, held)
         del workspace
-    return {"peak_bytes": peaks[-1], "weight_bytes": weights}
+    return {"peak_bytes": peak, "weight_bytes": weights, **_recorded(recorder)}
+
+
+def _recorded(recorder: Recorder) -> dict[str, Any]:
+    phases: dict[str, list[int]] = {"forward": [], "backward": []}
+    for _, _, call in recorder.calls:
+        phases[call.phase].append(call.op)
+    groups = {name: list(ranks) for name, ranks in recorder.groups_seen.items()}
+    return {"ops": to_plain(recorder.ops), "groups": groups, **phases}
 
 
 def _layer(config: Any) -> Any:
@@ -104,10 +117,12 @@ def _iteration(
     gc.collect()
     recorder.memory.reset_peak()
     with get_fp8_context(layer.config) if layer.config.fp8 else contextlib.nullcontext():
+        recorder.phase = "forward"
         output, _ = layer(tokens)
         held[:1] = [output]
         gradient = torch.empty_like(output)
         held[1:] = [gradient]
+        recorder.phase = "backward"
         output.backward(gradient)
     return recorder.memory.peak
 
