@@ -33,8 +33,10 @@ TABLE = oracle.ROOT / "validation" / "memory_gloo.csv"
 GLOO, MOST_PROCESSES = "gloo", 4
 SLICE = 12
 """Requests that one process answers; their results are kept when it ends."""
-COLUMNS: tuple[str, ...] = ("id", "rank", "composed", "virtual", "real", "gloo", "gloo_difference", "gloo_buffers",
-           "program", "explained_by")  # fmt: skip
+COLUMNS: tuple[str, ...] = (
+    "id", "rank", "composed", "virtual", "real", "gloo", "gloo_difference", "gloo_buffers",
+    "program", "explained_by",
+)  # fmt: skip
 PLAIN = {knob: next(iter(values)) for knob, values in oracle_design.KNOBS.items()} | {
     "optimizer": "distributed", "attention": "gqa", "microbatches": "equal",
 }  # fmt: skip
