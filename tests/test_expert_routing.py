@@ -28,7 +28,7 @@ FLEX = "flex --moe-flex-dispatcher-backend "
 def experts(trace: dict) -> Counter:
     """Grouped products by shape, how many of each."""
     return Counter(
-        (op["name"], tuple(map(tuple, op["attrs"])))
+        (op["name"], json.dumps(op["attrs"]))
         for op in ops_of(trace)
         if op["family"] == "grouped_gemm"
     )
