@@ -29,7 +29,8 @@ TABLES = ("peak_flops", "gemm_efficiency", "attention_efficiency", "memory_effic
           "kernel_model", "collectives", "exchange", "residuals")  # fmt: skip
 _NOT_INHERITED = ("measured_tables",)
 """What was measured on a product says nothing about one that is like it."""
-_CLOCK = {"value": 1.0, "source": f"{ASSUMED}: training runs at the clock of short runs"}
+_CLOCK = {"value": 1.0, "source": "the clock of short runs; what training sustains is not known"}
+"""Of a shipped accelerator; of a user's file it counts as assumed."""
 NETWORK = ("nic_bandwidth", "nic_efficiency", "nic_latency_s")
 FABRICS = {"nvidia": "infiniband", "amd": "roce"}
 """The usual scale-out network of each vendor's reference platforms, where a file names none."""
@@ -77,6 +78,7 @@ def read(name: str) -> dict[str, Any]:
         )
     raw = _laid_over(path)
     _fill(raw, path.name)
+    raw.setdefault("sustained_clock", {**_CLOCK, "source": f"{ASSUMED}: {_CLOCK['source']}"})
     return raw
 
 

@@ -39,8 +39,7 @@ def test_all_are_there() -> None:
 def test_every_figure_is_positive_and_has_a_source(name: str) -> None:
     for key, figure in figures(load_accelerator(name)):
         assert figure.value > 0, key
-        if key != "sustained_clock":  # 1, until published runs say otherwise
-            assert not figure.source.startswith("assumed"), key
+        assert not figure.source.startswith("assumed"), key
         assert len(figure.source) > 8, key
 
 

@@ -100,7 +100,7 @@ def test_the_sustained_clock_slows_compute_and_leaves_traffic() -> None:
         cluster.accelerator, sustained_clock=Figure(value=0.8, source="a test")
     )
     model = CostModel(dataclasses.replace(cluster, accelerator=slower), tables=False)
-    assert cluster.accelerator.sustained_clock.source.startswith("assumed")
+    assert cluster.accelerator.sustained_clock.source.startswith("the clock of short runs")
     for op, low, high in (
         (gemm(16384, 16384, 16384), 1.24, 1.26),
         (attention(Job(seq=16384), "backward"), 1.24, 1.26),

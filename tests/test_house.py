@@ -1,6 +1,7 @@
 """Rules of the house: sizes, imports between rooms, what is tracked, what the wheel ships."""
 
 import ast
+import os
 import re
 import shutil
 import subprocess
@@ -208,7 +209,11 @@ def lint_copy(
             f.write(f"\n{line}\n")
     command = [str(Path(sys.executable).parent / "lint-imports"), "--no-logo", "--no-cache"]
     command += ["--contract", contract] if contract else []
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
+    # The installed package is imported when Python starts; it must be the copy.
+    environment = {**os.environ, "PYTHONPATH": str(folder)}
+    done = subprocess.run(
+        command, cwd=folder, env=environment, capture_output=True, text=True
+    )
     return done.returncode, done.stdout + done.stderr
 
 

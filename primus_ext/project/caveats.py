@@ -87,7 +87,7 @@ def assumed(cluster: Cluster) -> tuple[str, ...]:
     if not names:
         return ()
     return (
-        f"{cluster.accelerator.name}: {len(names)} figures are assumed, not stated "
+        f"{cluster.accelerator.name}: {len(names)} figure(s) assumed, not stated "
         f"(provenance.assumed says from what): {', '.join(names)}",
     )
 
