@@ -12,6 +12,7 @@ from primus_ext.cluster_data import load_cluster
 from primus_ext.project import inflight, memory
 from primus_ext.project.compose import schedule_shape
 from primus_ext.project.programs import Shape
+from primus_ext.project.result import MemoryParts, RoleMemory
 from primus_ext.project.retained import COUNTER
 from primus_ext.project.schedule import programs
 from primus_ext.trace import AfterBackward, ChunkMemory, FirstMicrobatch, RankTrace
@@ -208,3 +209,20 @@ def test_roles_are_named_by_what_they_hold() -> None:
     assert names[0] == "pp stage 0 (embedding, 8 layers)"
     assert names[1] == "pp stage 1 (8 layers)"
     assert names[3] == "pp stage 3 (8 layers, output)"
+
+
+def test_a_model_that_is_too_large_to_be_built_does_not_fit() -> None:
+    """Sharded after it is built whole: the step fits, the building does not."""
+    parts = MemoryParts(parameters=10, gradients=0, optimizer=0, activations=20, temporaries=0,
+                        communication=0, reserve=0)  # fmt: skip
+    role = RoleMemory(
+        role="pp stage 0", ranks=1, example_rank=0, parameters=5, peak_bytes=30,
+        reserved_bytes=40, parts=parts, outside={"context": 7}, setup_bytes=90,
+    )  # fmt: skip
+    assert role.least_bytes == 97
+    assert dataclasses.replace(role, setup_bytes=29).least_bytes == 37
+    assert dataclasses.replace(role, setup_bytes=None).least_bytes == 37
+    (line,) = memory._built_too_large([role], 96)
+    assert "building the model takes 90 bytes" in line and "--init-model-with-meta-device" in line
+    assert memory._built_too_large([role], 97) == []
+    assert memory._built_too_large([dataclasses.replace(role, peak_bytes=95)], 96) == []

@@ -10,6 +10,7 @@ import re
 from typing import Any
 
 _FSDP2 = (
+    "--use-cpu-initialization",
     "--use-torch-fsdp2", "--ckpt-format", "torch_dist", "--no-gradient-accumulation-fusion",
     "--untie-embeddings-and-output-weights",
 )  # fmt: skip

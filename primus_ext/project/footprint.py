@@ -69,6 +69,7 @@ def footprint(of: Replayed) -> Footprint:
     replay = of.replay()
     device = Device(replay, of.config)
     device.run([replay.setup()])
+    built = device.allocator.peak_allocated
     for number in range(of.steps):
         live = device.live()
         pieces = list(replay.step(first=number == 0))
@@ -76,6 +77,7 @@ def footprint(of: Replayed) -> Footprint:
     timeline, top = _last_step(replay, live, device.made, pieces)
     return Footprint(
         tensor_bytes=int(max(sum(point[1:]) for point in timeline.points)),
+        setup_bytes=built,
         allocated_bytes=device.allocator.peak_allocated,
         reserved_bytes=device.allocator.peak_reserved,
         timeline=timeline,

@@ -111,6 +111,7 @@ def _role(
         allocator_bytes=found and found.reserved_bytes,
         timeline=found and found.timeline,
         top_allocations=found.top_allocations if found else (),
+        setup_bytes=found and found.setup_bytes,
         host_bytes=host_bytes,
     )
 
@@ -154,9 +155,23 @@ def verdict(
         per_role=roles,
         notes=(
             *_disagreements(roles),
+            *_built_too_large(roles, capacity),
             *(_at_risk(plan, stages, cluster, shape, roles) if word == "at_risk" else ()),
         ),
     )
+
+
+def _built_too_large(roles: Sequence[RoleMemory], capacity: int) -> list[str]:
+    """Roles that fit in every step and not while they are built."""
+    return [
+        f"{role.role}: building the model takes {role.setup_bytes:,} bytes, more than any step, "
+        "before its parameters are sharded; --use-cpu-initialization (torch FSDP2) or "
+        "--init-model-with-meta-device (Megatron-FSDP) builds it elsewhere"
+        for role in roles
+        if role.setup_bytes is not None
+        and role.least_bytes > capacity
+        and role.setup_bytes > role.peak_bytes + role.library_bytes
+    ]
 
 
 def _disagreements(roles: Sequence[RoleMemory]) -> list[str]:

@@ -60,6 +60,8 @@ class Footprint:
 
     allocated_bytes: int
     """Highest ``torch.cuda.memory_allocated``: tensors rounded up to blocks, BLAS workspaces."""
+    setup_bytes: int
+    """The same while the model and the optimizer are built."""
     reserved_bytes: int
     """Highest ``torch.cuda.memory_reserved``."""
     tensor_bytes: int
@@ -96,6 +98,9 @@ class RoleMemory:
     replayed_bytes: int | None = None
     """The replay's own ``peak_bytes``: where it is not the composed one, nothing of the replay is
     used."""
+    setup_bytes: int | None = None
+    """Highest allocated bytes while the model is built, before the first step: more than any step
+    needs where parameters are sharded only afterwards.  None where allocations are unknown."""
     host_bytes: int = 0
     """Peak of tensors in host memory (offloading); no part of ``peak_bytes``."""
     timeline: Timeline | None = None
@@ -104,7 +109,8 @@ class RoleMemory:
     @property
     def least_bytes(self) -> int:
         """What the device must have at least, were nothing lost to rounding and fragments."""
-        return self.peak_bytes + self.library_bytes + sum(self.outside.values())
+        step = self.peak_bytes + self.library_bytes
+        return max(step, self.setup_bytes or 0) + sum(self.outside.values())
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
