@@ -40,6 +40,16 @@ def test_groups_of_the_same_ranks_have_a_communicator_each() -> None:
     assert found["communicator ep"] == found["communicator tp"] + 7 * 32 * 14 * MIB
 
 
+def test_kernels_of_deep_ep_connect_nobody_in_nccl() -> None:
+    one = trace(Job(tp=8), 0)
+    exchange = dataclasses.replace(
+        collective(CollectiveKind.ALL_TO_ALL, "tp", 1), attrs=(("backend", "hybridep"),)
+    )
+    found = dataclasses.replace(one, ops=(*one.ops, exchange))
+    cluster = load_cluster("h100", 1, 8)
+    assert outside.by_source(found, cluster) == outside.by_source(one, cluster)
+
+
 @pytest.mark.parametrize(
     ("ranks", "rank", "near"),
     [(tuple(range(8)), 0, 7), (tuple(range(16)), 9, 7), (tuple(range(0, 64, 8)), 0, 0),

@@ -6,6 +6,7 @@ import re
 from collections.abc import Mapping
 
 from primus_ext.cluster import Accelerator, Cluster
+from primus_ext.cost.exchange import is_exchange
 from primus_ext.trace import CollectiveKind, Family, RankTrace
 
 KIB = 1024
@@ -25,7 +26,9 @@ def by_source(trace: RankTrace, cluster: Cluster) -> dict[str, int]:
     exchanged = {
         op.collective.group
         for op in trace.ops
-        if op.collective is not None and op.collective.kind is CollectiveKind.ALL_TO_ALL
+        if op.collective is not None
+        and op.collective.kind is CollectiveKind.ALL_TO_ALL
+        and not is_exchange(op)  # DeepEP and HybridEP bring buffers of their own
     }
     used = {op.collective.group for op in trace.ops if op.collective is not None}
     used |= {bucket.group for bucket in trace.buckets} | {"pp"}
