@@ -75,7 +75,7 @@ def test_what_is_not_mapped_is_skipped_with_the_reason(
 
 
 def test_a_process_answers_requests_that_are_alike() -> None:
-    assert bulk.SAME == batch.SAME
+    assert bulk.SAME is batch.SAME
 
 
 def row(name: str, measured: float, predicted: float, cell: str = "c") -> scores.Scored:

@@ -24,6 +24,7 @@ from primus_ext.cost.placement import (
     inside_bandwidth,
     nic_bandwidth,
     placement,
+    require_ranks,
     share,
 )
 from primus_ext.cost.priced import FREE, MODEL, TABLE, CostError, Priced
@@ -285,11 +286,7 @@ def price(
     Raises:
         CostError: The kind has no price, or a rank does not exist on the target.
     """
-    if max(ranks) >= cluster.world_size:
-        raise CostError(
-            f"rank {max(ranks)} of group {collective.group} does not exist on {cluster.name}: "
-            f"it has {cluster.world_size} GPUs"
-        )
+    require_ranks(cluster, collective.group, ranks)
     if len(ranks) == 1:
         return FREE
     size = 0 if collective.kind is CollectiveKind.BARRIER else collective.bytes

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from primus_ext.cluster import Cluster
 from primus_ext.cost.libraries import library
-from primus_ext.cost.placement import nic_bandwidth, placement
+from primus_ext.cost.placement import nic_bandwidth, placement, require_ranks
 from primus_ext.cost.priced import FREE, MODEL, CostError, Priced
 from primus_ext.trace import Op
 
@@ -59,11 +59,7 @@ def price(cluster: Cluster, op: Op, ranks: Sequence[int]) -> Priced:
     collective = op.collective
     if collective is None:
         raise CostError(f"op {op.name} says nothing of its collective")
-    if max(ranks) >= cluster.world_size:
-        raise CostError(
-            f"rank {max(ranks)} of group {collective.group} does not exist on {cluster.name}: "
-            f"it has {cluster.world_size} GPUs"
-        )
+    require_ranks(cluster, collective.group, ranks)
     if len(ranks) == 1:
         return FREE
     where = placement(cluster, ranks)

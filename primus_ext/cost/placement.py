@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from primus_ext.cluster import Cluster
+from primus_ext.cost.priced import CostError
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -45,6 +46,19 @@ class Placement:
         below it, so that oversubscription counts only where it exceeds that number.
         """
         return min((min(1.0, c.nodes / c.oversubscription) for c in self.crossings), default=1.0)
+
+
+def require_ranks(cluster: Cluster, group: str, ranks: Sequence[int]) -> None:
+    """Refuse a group that has members which the target lacks.
+
+    Raises:
+        CostError: It has.
+    """
+    if max(ranks) >= cluster.world_size:
+        raise CostError(
+            f"rank {max(ranks)} of group {group} does not exist on {cluster.name}: it has "
+            f"{cluster.world_size} GPUs"
+        )
 
 
 def placement(cluster: Cluster, ranks: Sequence[int]) -> Placement:

@@ -19,9 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from primus_ext.emulate import bootstrap
+from primus_ext.emulate.session import SAME
 
-SAME = ("device", "gpus_per_node", "frameworks", "module")
-"""Keys of a request that the process itself is made for."""
 _IMPORTS = ("megatron.training", "megatron.training.training", "transformer_engine.pytorch")
 
 
@@ -51,7 +50,7 @@ def require_alike(requests: Sequence[dict[str, Any]]) -> None:
     """Check that one process can answer all of them.
 
     Raises:
-        ValueError: they differ in a key of :data:`SAME`.
+        ValueError: they differ in a key of :data:`primus_ext.emulate.session.SAME`.
     """
     for request in requests:
         for key in SAME:

@@ -12,12 +12,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from primus_ext.emulate.session import SAME
 from primus_ext.runner import child
 from primus_ext.runner.trace_cache import TraceCache, folder
 
 BATCH = "primus_ext.emulate.batch"
-SAME = ("device", "gpus_per_node", "frameworks", "module")
-"""Keys of a request that a process is made for, as :data:`primus_ext.emulate.batch.SAME`."""
 SLICE = 16
 """Requests that one process answers: it costs the imports once, a crash the rest of the slice."""
 TIMEOUT_S = 900

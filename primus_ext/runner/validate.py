@@ -14,7 +14,7 @@ from primus_ext.runner import bulk, emulation, peaks, runs, scores
 from primus_ext.runner.outcome import Exit, UsageError
 
 GPT_PROGRAM = "primus_ext.frameworks.megatron.gpt_program"
-NEWEST, ALL = "newest", "all"
+NEWEST = "newest"
 
 Progress = Callable[[int, int, str], None]
 
@@ -144,16 +144,17 @@ def project_runs(
             found[run["id"]] = str(reason)
             continue
         same.setdefault(json.dumps(job.request, sort_keys=True), []).append(run["id"])
+    served = {names[0]: names for names in same.values()}  # by the first of equal jobs
 
     def told(first: str, answer: bulk.Answer) -> None:
         result = _priced(jobs[first], answer)
-        for name in same[json.dumps(jobs[first].request, sort_keys=True)]:
+        for name in served[first]:
             found[name] = result
             if isinstance(result, Projected):  # what was assumed of each run is its own
                 found[name] = dataclasses.replace(result, nearest=jobs[name].nearest)
         progress(len(found), len(wanted), first)
 
-    bulk.answers({names[0]: jobs[names[0]].request for names in same.values()}, told, workers)
+    bulk.answers({first: jobs[first].request for first in served}, told, workers)
     return found
 
 
@@ -192,8 +193,9 @@ def row(run: dict[str, Any], found: Projected | str, newer: str | None = None) -
         found: Its projection, or why there is none.
         newer: Id of a newer run of the same configuration.
     """
-    if runs.defect(run) is not None:
-        return Row(id=run["id"], skipped=runs.defect(run))
+    defect = runs.defect(run)
+    if defect is not None:
+        return Row(id=run["id"], skipped=defect)
     base = Row(
         id=run["id"],
         source=runs.source(run),
