@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import io
 import json
 from pathlib import Path
 
@@ -10,10 +11,12 @@ import pytest
 import yaml
 from hypothesis import given
 from hypothesis import strategies as st
+from rich.console import Console
 
 from primus_ext import cli
 from primus_ext.emulate import batch
 from primus_ext.frameworks import published
+from primus_ext.report import validation
 from primus_ext.runner import UsageError, bulk, scores, validate
 from primus_ext.runner import runs as runs_file
 
@@ -204,6 +207,24 @@ def test_only_what_a_partial_row_leaves_open_is_assumed_and_named() -> None:
     assert published.completed(runs()["korthikanti22-a100-175b-full"]) == runs()[
         "korthikanti22-a100-175b-full"
     ]
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_no_figure_of_a_source_is_cut_off(width: int) -> None:
+    name = "a source with quite a long name indeed"
+    rows = [
+        validate.Row(id=i, source=name, group="g", cell="c", measured_s=2.0, predicted_s=1.9,
+                     interval={"low": 1.5, "high": 2.3, "level": 0.8}, peak_predicted=1)
+        for i in "abc"
+    ]  # fmt: skip
+    console = Console(width=width, record=True, file=io.StringIO())
+    validation.render(json.loads(validate.to_json(rows)), console)
+    shown = console.export_text().splitlines()
+    (line,) = (line for line in shown if line.startswith(name[:12]))
+    # rows, error, bias, worst, rho, regret, k, cv, inside, half width
+    figures = ["3", "5.0", "-5.0", "x1.05", "-", "0.0", "1.053", "0.0", "100", "21"]
+    assert line.split()[-10:] == figures
+    assert max(map(len, shown)) <= width
 
 
 def test_tokens_per_second_stand_in_for_a_step_time() -> None:

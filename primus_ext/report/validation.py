@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rich import box
 from rich.console import Console
 from rich.table import Table
 
@@ -69,10 +68,10 @@ def _summaries(result: Mapping[str, Any], width: int) -> Table:
         "its half width in percent; rho: Spearman; k: projected over measured throughput"
     )
     table = Table(
-        title=title, title_justify="left", box=box.SIMPLE, padding=(0, 1, 0, 0), pad_edge=False
+        title=title, title_justify="left", box=None, padding=(0, 1, 0, 0), header_style="underline"
     )
-    room = width - sum(_COLUMNS.values()) - 3 * len(_COLUMNS) - 4
-    table.add_column("source", max_width=max(12, min(34, room)), no_wrap=True)
+    room = width - sum(_COLUMNS.values()) - len(_COLUMNS) - 1
+    table.add_column("source", max_width=max(12, min(40, room)), no_wrap=True)
     for name, least in _COLUMNS.items():
         table.add_column(name, justify="right", min_width=least, no_wrap=True)
     for name, group in (*result["sources"].items(), ("all", result["summary"])):
