@@ -121,6 +121,15 @@ def is_sharded(flags: Mapping[str, Any]) -> bool:
     return bool(flags.get("use_torch_fsdp2") or flags.get("use_megatron_fsdp"))
 
 
+def is_packed(flags: Mapping[str, Any]) -> bool:
+    """Whether the batches of a job say where documents begin: several may share a sequence.
+
+    Args:
+        flags: A plan's, or all of Megatron's arguments by name.
+    """
+    return bool(flags.get("sft") or flags.get("dataloader_inter_document_masking"))
+
+
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
     """One job."""

@@ -64,9 +64,9 @@ def answer(request: dict[str, Any], installed: bool = False) -> NoReturn:
             session.fail(sessions.EXIT_CONFIG, str(error))
         traceback.print_exc()
         _judge_releases(session, error)
-        if isinstance(error, sessions.JUDGEMENTS) and sessions.raised_by_framework(error):
-            refusal = f"the framework refuses this job: {sessions.first_line(error)}"
-            session.fail(sessions.EXIT_CONFIG, refusal)
+        judgement = sessions.judgement_of(error)
+        if judgement is not None:
+            session.fail(sessions.EXIT_CONFIG, judgement)
         session.fail(
             sessions.EXIT_INTERNAL,
             f"the program stopped before its training entry point: {type(error).__name__}: {error}",

@@ -163,7 +163,7 @@ def _run_and_leave(work: Callable[[], Any], path: Path) -> None:
     os._exit(0)
 
 
-JUDGEMENTS = (AssertionError, ValueError, ImportError)
+_JUDGEMENTS = (AssertionError, ValueError, ImportError)
 """What frameworks raise where they refuse a configuration or lack a package for it."""
 
 _FRAMEWORKS = ("megatron", "transformer_engine")
@@ -173,12 +173,12 @@ def judgement_of(error: BaseException) -> str | None:
     """Why a job can't be projected, in one sentence; None if the error is a defect instead."""
     if isinstance(error, ProgramError):
         return str(error)
-    if isinstance(error, JUDGEMENTS) and raised_by_framework(error):
+    if isinstance(error, _JUDGEMENTS) and _raised_by_framework(error):
         return f"the framework refuses this job: {first_line(error)}"
     return None
 
 
-def raised_by_framework(error: BaseException) -> bool:
+def _raised_by_framework(error: BaseException) -> bool:
     """Whether the innermost frame is the framework's: then it is a judgement, not a defect."""
     while error.__cause__ is not None:
         error = error.__cause__

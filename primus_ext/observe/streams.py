@@ -35,6 +35,7 @@ class Streams:
     def __init__(self) -> None:
         """Start on the compute stream, with nothing issued."""
         self._names: dict[Any, str] = {None: MAIN}
+        self._numbers = {MAIN: 0}
         self._issued: Positions = {MAIN: 0}
         self._waits: dict[str, Positions] = {MAIN: {}}
         self._everybody: Positions = {}
@@ -43,13 +44,15 @@ class Streams:
     def name(self, stream: Any) -> str:
         """Name of a stream (``None``: the compute stream), given at its first use."""
         if stream not in self._names:
-            name = self._names[stream] = f"side{len(self._names)}"
+            number = len(self._names)
+            name = self._names[stream] = f"side{number}"
+            self._numbers[name] = number
             self._issued[name], self._waits[name] = 0, dict(self._everybody)
         return self._names[stream]
 
     def number(self, stream: Any) -> int:
         """Number of a stream, by which its allocations are told apart; 0: the compute stream."""
-        return list(self._names.values()).index(self.name(stream))
+        return self._numbers[self.name(stream)]
 
     def issue(self, stream: Any, group: str | None) -> tuple[str, tuple[tuple[str, int], ...]]:
         """A call is issued.

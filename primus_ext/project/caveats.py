@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from primus_ext.cluster import Cluster
 from primus_ext.cluster_files import assumptions
-from primus_ext.plan import Plan, is_sharded
+from primus_ext.plan import Plan, is_packed, is_sharded
 from primus_ext.project import allocator_config, stage
 from primus_ext.project.footprint import replayable
 from primus_ext.project.memory import SLACK
@@ -44,7 +44,7 @@ def not_modelled(plan: Plan, stages: Sequence[RankTrace], cluster: Cluster) -> t
             if plan.flags.get("recorded_routing")
             else "imbalance between experts: every expert gets the same number of tokens"
         )
-    if plan.flags.get("sft") or plan.flags.get("dataloader_inter_document_masking"):
+    if is_packed(plan.flags):
         lines.append(
             "lengths of packed documents: each fills its sequence, shorter ones need less attention"
         )

@@ -88,7 +88,7 @@ def lines(
     found |= validate.project_runs(short, lambda *_: None, 1)
     for run in batch:
         key = keys[run["id"]]
-        entry = {"id": run["id"], "source": source(run)} | ({"key": key} if key else {})
+        entry = {"id": run["id"], "source": runs_file.source(run)} | ({"key": key} if key else {})
         if run["id"] in found:
             entry |= outcome(run, found[run["id"]])
         elif key is not None:
@@ -125,11 +125,6 @@ def taken(run: dict[str, Any], same: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def source(run: dict[str, Any]) -> str:
-    """Source of a run, without what stands in brackets."""
-    return str(run["source"]["name"]).split(" (")[0]
-
-
 def order(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Runs that say most first: of every kind the heaviest, then the next.
 
@@ -160,7 +155,7 @@ def kind(run: dict[str, Any]) -> tuple[str, ...]:
         (run["precision"], ("compute",)),
         (run["recompute"], ("granularity",)),
     )
-    return source(run), *(str(part.get(name)) for part, names in parts for name in names)
+    return runs_file.source(run), *(str(part.get(name)) for part, names in parts for name in names)
 
 
 def sweep(runs: list[dict[str, Any]], out: Path, minutes: float = float("inf")) -> None:
@@ -249,7 +244,7 @@ def mapping(runs: list[dict[str, Any]]) -> str:
                 why = ""
             except validate.Skipped as reason:
                 why = str(reason)
-            found.setdefault((source(run), run["completeness"]), Counter())[why] += 1
+            found.setdefault((runs_file.source(run), run["completeness"]), Counter())[why] += 1
     text = ["| source | | runs | with a program | without, why |", "|---" * 5 + "|"]
     for (name, completeness), why in sorted(found.items()):
         rest = "; ".join(f"{count} x {reason}" for reason, count in why.items() if reason)
@@ -276,7 +271,7 @@ def coverage(runs: list[dict[str, Any]], entries: list[dict[str, Any]]) -> str:
             mine, others = weights(run), fits.get(kind(run), [])
             lighter = any(all(a <= b for a, b in zip(mine, o, strict=True)) for o in others)
             word = "projected" if run["id"] in done else "lighter" if lighter else "left"
-            found.setdefault(source(run), Counter())[word] += 1
+            found.setdefault(runs_file.source(run), Counter())[word] += 1
     text = ["| source | complete runs | projected | lighter than one that fits | not projected |"]
     text += ["|---" * 5 + "|"]
     for name, count in sorted(found.items()):

@@ -15,15 +15,9 @@ from torch._subclasses.fake_tensor import FakeTensor
 from primus_ext.emulate import selection
 from primus_ext.emulate.host_tensor import host_values, keep
 from primus_ext.emulate.registry import patch
+from primus_ext.plan import is_packed
 
 _CORE = "megatron-core 0.19"
-
-
-def is_packed(args: Any) -> bool:
-    """Whether batches of a job with Megatron's arguments ``args`` say where documents begin."""
-    return bool(
-        getattr(args, "sft", False) or getattr(args, "dataloader_inter_document_masking", False)
-    )
 
 
 def documents(args: Any) -> dict[str, torch.Tensor]:
@@ -36,7 +30,7 @@ def documents(args: Any) -> dict[str, torch.Tensor]:
         ``cu_seqlens`` int32 ``[mbs, seq + 1]``, filled up with ``seq`` behind the last boundary,
         and ``max_seqlen`` int32 ``[mbs]`` (``SFTDataset.__getitem__``, collated).
     """
-    if not is_packed(args):
+    if not is_packed(vars(args)):
         return {}
     shape, seq = (args.micro_batch_size, args.seq_length + 1), args.seq_length
     return {
@@ -74,7 +68,7 @@ def _received(module: Any) -> None:
         from megatron.training import get_args
 
         arguments: Any = get_args()
-        if kwargs.get("tp_rank") == 0 or not is_packed(arguments):
+        if kwargs.get("tp_rank") == 0 or not is_packed(vars(arguments)):
             return original(batch, *args, **kwargs)
         count = arguments.micro_batch_size * (arguments.seq_length + 1)
         with selection.reading(count, 0):  # 0: no second, padded boundaries

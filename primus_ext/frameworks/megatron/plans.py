@@ -11,8 +11,17 @@ from typing import Any
 from primus_ext import __version__
 from primus_ext.emulate import no_te
 from primus_ext.emulate.session import ProgramError, current
-from primus_ext.frameworks.megatron import offloading, packed, roles
-from primus_ext.plan import Batch, Model, Parallelism, Plan, Precision, ProgramRef, Recompute
+from primus_ext.frameworks.megatron import offloading, roles
+from primus_ext.plan import (
+    Batch,
+    Model,
+    Parallelism,
+    Plan,
+    Precision,
+    ProgramRef,
+    Recompute,
+    is_packed,
+)
 
 _PACKAGES = ("torch", "megatron-core", "transformer-engine", "hydra-core")
 _FLAGS = (
@@ -190,7 +199,7 @@ def refuse_partly_supported(args: Any) -> None:
             "position_embedding_type=mrope can't be projected by this version: its positions "
             "come with images; legal: learned_absolute, rope, yarn, relative, none"
         )
-    if packed.is_packed(args) and args.hybrid_layer_pattern is not None:
+    if is_packed(vars(args)) and args.hybrid_layer_pattern is not None:
         name = "sft" if args.sft else "dataloader_inter_document_masking"
         raise ProgramError(
             f"{name}=True with hybrid_layer_pattern={args.hybrid_layer_pattern} can't be projected "

@@ -8,9 +8,10 @@ from typing import Any
 
 from torch import nn
 
-from primus_ext.frameworks.megatron import microbatch, packed, parts, plans
+from primus_ext.frameworks.megatron import microbatch, parts, plans
 from primus_ext.observe import origins
 from primus_ext.observe.recorder import Recorder
+from primus_ext.plan import is_packed
 from primus_ext.trace import ChunkTrace, Op
 
 
@@ -27,7 +28,7 @@ def labelled_ops(
     the sequence doubled.
     """
     args = plans.arguments()
-    if packed.is_packed(args) and args.pipeline_model_parallel_size > 1:
+    if is_packed(vars(args)) and args.pipeline_model_parallel_size > 1:
         return tuple(recorder.ops)  # a stage is sent one packed sequence, which can't be doubled
     plan = plans.read(args, config)
     names = origins.Names.of(plan, args.padded_vocab_size)

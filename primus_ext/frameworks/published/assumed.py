@@ -19,14 +19,16 @@ def completed(run: dict[str, Any]) -> dict[str, Any]:
     Args:
         run: As in the runs file; it is not changed.
     """
+    if "assumed" in run:
+        return run
     entry = _entry(str(run["source"].get("name")), str(run.get("id")))
-    if entry is None or "assumed" in run:
+    if entry is None:
         return run
     filled, notes = copy.deepcopy(run), []
     for path, value in entry["set"].items():
         part, key = path.split(".")
         knobs = filled.setdefault(part, {})
-        if value is not None and knobs.get(key) is None:
+        if knobs.get(key) is None:
             knobs[key] = value
             notes.append(f"{key} is not stated: {value} assumed")
     return {**filled, "assumed": notes}
