@@ -50,10 +50,11 @@ def answers(requests: Mapping[str, dict[str, Any]], told: Told, workers: int | N
                     told(run, found)
                     continue
             todo[run] = asked
-        for run, answer in _traced(todo, scratch, workers or os.cpu_count() or 1):
-            if cache is not None and isinstance(answer, dict):
-                cache.store(keys[run], answer, scratch)
-            told(run, answer)
+        with child.leaving_on_sigterm():
+            for run, answer in _traced(todo, scratch, workers or os.cpu_count() or 1):
+                if cache is not None and isinstance(answer, dict):
+                    cache.store(keys[run], answer, scratch)
+                told(run, answer)
 
 
 def _traced(

@@ -122,7 +122,7 @@ def _process(command: list[str], cwd: str, folder: Path) -> Iterator[subprocess.
         stderr=subprocess.PIPE,
         start_new_session=True,
     )
-    with _leaving_on_sigterm():
+    with leaving_on_sigterm():
         try:
             yield process
         finally:
@@ -149,7 +149,7 @@ def _signal(process: subprocess.Popen[bytes], number: int) -> None:
 
 
 @contextlib.contextmanager
-def _leaving_on_sigterm() -> Iterator[None]:
+def leaving_on_sigterm() -> Iterator[None]:
     """Turn SIGTERM (torchrun, schedulers) into an orderly exit, so that the child is ended too."""
 
     def leave(number: int, _frame: Any) -> None:

@@ -108,9 +108,14 @@ def _positive(name: str, value: Any) -> float | None:
     return float(value)
 
 
+def _absent(run: Run) -> list[str]:
+    """Parts of a row that are not there."""
+    return [part for part in (*_PARTS, "source") if not isinstance(run.get(part), Mapping)]
+
+
 def defect(run: Run) -> str | None:
     """Why a row can't be scored whatever the projection says; None if it can."""
-    absent = [part for part in (*_PARTS, "source") if not isinstance(run.get(part), Mapping)]
+    absent = _absent(run)
     if absent:
         return f"{absent[0]} is missing"
     try:
@@ -143,7 +148,7 @@ def superseded(runs: Iterable[Run]) -> dict[str, str]:
     newest: dict[str, tuple[tuple[tuple[int, ...], int], Run]] = {}
     same: dict[str, list[str]] = {}
     for place, run in enumerate(runs):
-        if any(not isinstance(run.get(part), Mapping) for part in (*_PARTS, "source")):
+        if _absent(run):
             continue
         key, age = _configuration(run), (_release(run), place)
         same.setdefault(key, []).append(run["id"])

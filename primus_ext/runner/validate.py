@@ -158,18 +158,6 @@ def project_runs(
     return found
 
 
-def projected(run: dict[str, Any], progress: Progress) -> Projected:
-    """Project one run in simulate mode.
-
-    Raises:
-        Skipped: it has no program or no target, or the framework refuses it.
-    """
-    found = project_runs([run], progress, 1)[run["id"]]
-    if isinstance(found, str):
-        raise Skipped(found)
-    return found
-
-
 def project_run(run: dict[str, Any], progress: Progress) -> Row:
     """Project one run in simulate mode and set it beside what was measured."""
     return row(run, project_runs([run], progress, 1)[run["id"]])
@@ -232,13 +220,14 @@ def summary(rows: Iterable[Row]) -> dict[str, Any]:
     found = scores.summary(
         [
             scores.Scored(
-                measured_s=row.measured_s or 0.0,
-                predicted_s=row.predicted_s or 0.0,
+                measured_s=row.measured_s,
+                predicted_s=row.predicted_s,
                 cell=row.cell,
                 low=None if row.interval is None else row.interval["low"],
                 high=None if row.interval is None else row.interval["high"],
             )
             for row in scored
+            if row.measured_s is not None and row.predicted_s is not None
         ]
     )
     return {**found, "memory": peaks.errors(row.memory for row in scored)}
