@@ -68,11 +68,44 @@ def project(
         ClusterError: The target lacks the precision of the job.
         ScheduleError: The schedule is one that the framework refuses.
     """
+    step, under = _steps(plan, traces, cluster, schedule)
+    return _projection(step, under, cluster, mode, program, warnings, schedule)
+
+
+def project_and_draw(
+    plan: Plan,
+    traces: Sequence[RankTrace],
+    cluster: Cluster,
+    *,
+    mode: str,
+    program: ProgramRef | None = None,
+    warnings: Sequence[str] = (),
+    schedule: str | None = None,
+) -> tuple[Projection, StepTimeline]:
+    """As :func:`project`, and when every pipeline rank does what in that step.
+
+    ``all`` schedules are compared in the projection; what the program runs is drawn.
+    """
+    step, under = _steps(plan, traces, cluster, schedule)
+    projection = _projection(step, under, cluster, mode, program, warnings, schedule)
+    return projection, (under or step).recorded()
+
+
+def _steps(
+    plan: Plan, traces: Sequence[RankTrace], cluster: Cluster, schedule: str | None
+) -> tuple[_Step, Rescheduled | None]:
+    """The step as the framework runs it, and under another schedule where one is asked for."""
     require_precision(cluster.accelerator, plan.precision)
     stages = stage_traces(plan, traces, cluster)
-    shape = schedule_shape(plan)
-    step = _Step(plan, stages, cluster, shape)
-    under = _other_schedule(step, schedule)
+    step = _Step(plan, stages, cluster, schedule_shape(plan))
+    return step, _other_schedule(step, schedule)
+
+
+def _projection(
+    step: _Step, under: Rescheduled | None, cluster: Cluster, mode: str,
+    program: ProgramRef | None, warnings: Sequence[str], schedule: str | None,
+) -> Projection:  # fmt: skip
+    plan, stages, shape = step.plan, step.stages, step.shape
     total, end = (under.ledger(), under.end) if under else step.total()
     terms, kinds = step.terms(total, end, under.schedule.name if under else None)
     step_s = sum(term.exposed_seconds for term in terms)
@@ -125,10 +158,8 @@ def timeline(
     Raises:
         ValueError: As :func:`project`.
     """
-    stages = stage_traces(plan, traces, cluster)
-    step = _Step(plan, stages, cluster, schedule_shape(plan))
-    under = _other_schedule(step, schedule)
-    return under.recorded() if under else step.recorded()
+    step, under = _steps(plan, traces, cluster, schedule)
+    return (under or step).recorded()
 
 
 def _other_schedule(step: _Step, schedule: str | None) -> Rescheduled | None:

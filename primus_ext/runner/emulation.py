@@ -47,7 +47,7 @@ def priced(
     Raises:
         ValueError: the target can't run it (a precision it lacks).
     """
-    return _projected(answer, mode, cluster, notes, None)[0]
+    return compose.project(*_traced(answer), cluster, mode=mode, **_said(answer, notes))
 
 
 def priced_and_drawn(
@@ -66,26 +66,19 @@ def priced_and_drawn(
     Raises:
         ValueError: the target can't run it, or not under that schedule.
     """
-    projection, plan, traces = _projected(answer, mode, cluster, notes, schedule)
-    return projection, compose.timeline(plan, traces, cluster, schedule)
+    return compose.project_and_draw(
+        *_traced(answer), cluster, mode=mode, schedule=schedule, **_said(answer, notes)
+    )
 
 
-def _projected(
-    answer: Mapping[str, Any], mode: str, cluster: Cluster, notes: Sequence[str],
-    schedule: str | None,
-) -> tuple[Projection, Plan, Sequence[RankTrace]]:  # fmt: skip
+def _traced(answer: Mapping[str, Any]) -> tuple[Plan, Sequence[RankTrace]]:
+    plan = trace_io.plan_from_plain(answer["plan"])
+    return plan, trace_io.traces_from_plain(answer["traces"])
+
+
+def _said(answer: Mapping[str, Any], notes: Sequence[str]) -> dict[str, Any]:
+    """The program that was traced, and what the report must say."""
     program = answer["program"]
     if program is not None:
         program = ProgramRef(**{**program, "argv": tuple(program["argv"])})
-    plan = trace_io.plan_from_plain(answer["plan"])
-    traces = trace_io.traces_from_plain(answer["traces"])
-    projection = compose.project(
-        plan,
-        traces,
-        cluster,
-        mode=mode,
-        program=program,
-        warnings=[*notes, *answer["warnings"]],
-        schedule=schedule,
-    )
-    return projection, plan, traces
+    return {"program": program, "warnings": [*notes, *answer["warnings"]]}
