@@ -8,10 +8,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 
-import yaml
-
-from primus_ext import __version__, cluster_import
-from primus_ext.cluster_files import ClusterError
+from primus_ext import __version__
 from primus_ext.conf_dir import hydra_conf_dir
 from primus_ext.runner import Exit, UsageError, say, validate_runs
 from primus_ext.runner.outcome import VERDICT_FILE
@@ -92,6 +89,11 @@ def _cluster_parser(commands: argparse._SubParsersAction) -> None:
 
 
 def _import(asked: argparse.Namespace) -> int:
+    import yaml  # no other command reads clusters
+
+    from primus_ext import cluster_import
+    from primus_ext.cluster_files import ClusterError
+
     try:
         found = cluster_import.read(asked.file, asked.accelerator)
     except ClusterError as error:

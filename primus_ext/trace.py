@@ -53,6 +53,11 @@ class ScopeKind(StrEnum):
     OTHER = "other"  # batch fetch and what else lies between the layers
 
 
+LAYERS = (ScopeKind.DENSE_LAYER, ScopeKind.MOE_LAYER, ScopeKind.MAMBA_LAYER,
+          ScopeKind.ATTENTION_LAYER, ScopeKind.MLP_LAYER)  # fmt: skip
+"""Parts that pipelines deal out over their stages."""
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class TensorSpec:
     """Shape and dtype of a tensor that an op reads or writes."""

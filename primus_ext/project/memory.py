@@ -12,7 +12,7 @@ from primus_ext.project.programs import Shape
 from primus_ext.project.result import Memory, MemoryParts, RoleMemory
 from primus_ext.project.retained import Retained
 from primus_ext.project.schedule import programs
-from primus_ext.trace import RankTrace, ScopeKind
+from primus_ext.trace import LAYERS, RankTrace, ScopeKind
 
 SLACK = 0.047
 """What torch reserves above what is allocated at the peak, as a share of the latter, where a trace
@@ -24,8 +24,6 @@ AGREEMENT = 0.01
 """Share of the peak by which replay and composition may differ: the exchanges between stages and
 a few boundary activations; more means that one of them has another program in mind."""
 
-_LAYERS = (ScopeKind.DENSE_LAYER, ScopeKind.MOE_LAYER, ScopeKind.MAMBA_LAYER,
-           ScopeKind.ATTENTION_LAYER, ScopeKind.MLP_LAYER)  # fmt: skip
 
 
 def per_role(
@@ -123,7 +121,7 @@ def role_name(plan: Plan, trace: RankTrace, rank: int) -> str:
     for chunk in trace.chunks:
         for segment in chunk.segments:
             counts[segment.kind] += segment.count
-    recorded = sum(counts[kind] for kind in _LAYERS)
+    recorded = sum(counts[kind] for kind in LAYERS)
     layers = sum(held[rank]) if held else recorded
     words = ["embedding"] if counts[ScopeKind.EMBEDDING] else []
     words += [f"{layers} layer{'' if layers == 1 else 's'}"] if layers else []

@@ -10,10 +10,8 @@ from primus_ext.project import beside, stage
 from primus_ext.project.data_parallel import BucketTimes
 from primus_ext.project.ledger import Ledger
 from primus_ext.project.programs import ScheduleError
-from primus_ext.trace import ChunkTrace, Op, RankTrace, ScopeKind, Segment, TensorSpec
+from primus_ext.trace import LAYERS, ChunkTrace, Op, RankTrace, ScopeKind, Segment, TensorSpec
 
-LAYERS = (ScopeKind.DENSE_LAYER, ScopeKind.MOE_LAYER, ScopeKind.MAMBA_LAYER,
-          ScopeKind.ATTENTION_LAYER, ScopeKind.MLP_LAYER)  # fmt: skip
 _BITS = {"fp32": 32, "int32": 32, "bf16": 16, "fp16": 16, "int64": 64, "fp4": 4}
 
 

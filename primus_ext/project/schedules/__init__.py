@@ -31,8 +31,6 @@ class Schedule:
     """The program of one rank; of an automatic schedule the fixed one that it starts from."""
     folded: bool = False
     """The second chunk runs back through the ranks."""
-    splits: bool = False
-    """Weight gradients are computed apart from input gradients."""
     pairs: bool = False
     """Forwards run beside backwards."""
     limit: Callable[[int], int] | None = None
@@ -53,24 +51,24 @@ def _all() -> list[Schedule]:
                  offered_by=f"{_MEGATRON} (overlap_moe_expert_parallel_comm)",
                  overlaps_data_parallel=True),
         Schedule(name="zero-bubble", title="zero bubble (ZB-H1)", chunks=1, build=zero_bubble,
-                 splits=True, offered_by=primus("zero-bubble")),
+                 offered_by=primus("zero-bubble")),
         Schedule(name="zero-bubble-auto", title="zero bubble, automatic", chunks=1,
-                 build=zero_bubble, splits=True, limit=lambda pp: pp,
+                 build=zero_bubble, limit=lambda pp: pp,
                  offered_by=primus("zero-bubble-heuristic")),
         Schedule(name="zero-bubble-2p", title="zero bubble, automatic, twice the memory", chunks=1,
-                 build=zero_bubble, splits=True, limit=lambda pp: 2 * pp - 1,
+                 build=zero_bubble, limit=lambda pp: 2 * pp - 1,
                  offered_by=primus("zero-bubble-heuristic")),
-        Schedule(name="zbv", title="ZBV", chunks=2, build=zbv_formatted, folded=True, splits=True,
+        Schedule(name="zbv", title="ZBV", chunks=2, build=zbv_formatted, folded=True,
                  offered_by=f"{primus('zbv-formatted')}, PyTorch (ScheduleZBVZeroBubble)"),
         Schedule(name="zbv-greedy", title="ZBV, greedy", chunks=2, build=zbv_formatted,
-                 folded=True, splits=True, limit=lambda pp: 2 * pp,
+                 folded=True, limit=lambda pp: 2 * pp,
                  offered_by="Primus (zero_bubble_v_schedule_mem_setup=zb)"),
-        Schedule(name="v-half", title="V-half", chunks=2, build=v_half, folded=True, splits=True,
+        Schedule(name="v-half", title="V-half", chunks=2, build=v_half, folded=True,
                  offered_by=primus("v-half")),
-        Schedule(name="v-min", title="V-min", chunks=2, build=v_min, folded=True, splits=True,
+        Schedule(name="v-min", title="V-min", chunks=2, build=v_min, folded=True,
                  offered_by=primus("v-min")),
         Schedule(name="dualpipe-v", title="DualPipe-V", chunks=2, build=dualpipe_v, folded=True,
-                 splits=True, pairs=True,
+                 pairs=True,
                  offered_by="DeepSeek's DualPipe, PyTorch (ScheduleDualPipeV)"),
     ]  # fmt: skip
 

@@ -8,6 +8,7 @@ and the fixed schedule of the same kind besides; the one that ends first is take
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 from collections import deque
@@ -59,10 +60,8 @@ def automatic(
         raise ScheduleError(f"a memory limit of {limit} chunks is not legal: at least {least}")
     found: list[list[Program]] = []
     if fixed is not None:
-        try:
+        with contextlib.suppress(ScheduleError):  # it needs more microbatches than there are
             found.append([fixed(shape, rank) for rank in range(shape.pp)])
-        except ScheduleError:  # its pattern needs more microbatches than there are
-            fixed = None
     for fills, forward_first in itertools.product((True, False), repeat=2):
         work = _Greedy(shape, durations, limit, Rules(fills, forward_first)).all()
         found.append([asynchronous(shape, rank, work[rank]) for rank in range(shape.pp)])
