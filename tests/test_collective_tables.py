@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 
 import pytest
 
@@ -76,3 +77,13 @@ def test_without_the_package_there_are_no_curves(monkeypatch: pytest.MonkeyPatch
     assert collective_tables.rows("h100") == {}
     assert price(GATHER, 2**20).evidence == MODEL
     collective_tables.rows.cache_clear()
+
+
+@pytest.mark.usefixtures("tables")
+def test_a_file_that_builds_on_a_product_does_not_take_its_measured_times(tmp_path: Path) -> None:
+    file = tmp_path / "mine.yaml"
+    file.write_text("like: h100\nscale_up_bandwidth: {value: 9.0e+11, source: a test}\n")
+    mine = CostModel(load_cluster(str(file), 2, 8))
+    asked = Collective(kind=GATHER, group="g", bytes=2**20, dtype="bf16")
+    assert mine.collective_seconds(asked, range(8)).evidence == MODEL
+    assert price(GATHER, 2**20).evidence == TABLE

@@ -303,7 +303,7 @@ def price(
 
     line, evidence = best(size), MODEL
     seconds = line.seconds(size)
-    if where.domains == 1 and size:
+    if where.domains == 1 and size and cluster.accelerator.measured_tables:
         curve = collective_tables.curve(
             cluster.accelerator.name, collective.kind, collective.dtype, where.size
         )

@@ -41,7 +41,7 @@ def of(term: TermName, plan: Plan, cluster: Cluster, schedule: str | None = None
     if term in (TermName.EDGES, TermName.RECOMPUTE):
         return f"model: {gemm}, {memory}"
     if term in _COMMUNICATION:
-        if accelerator.name in collective_tables.SYSTEMS and collective_tables.available():
+        if accelerator.measured_tables and collective_tables.available():
             return "model: links and NICs at published shares; within a node NCCL's measured times"
         return "model: links and NICs at published shares"
     return f"schedule: event simulation of {schedule or plan.schedule}"
