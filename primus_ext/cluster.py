@@ -40,9 +40,12 @@ class Accelerator:
     kernel_model: dict[str, Figure]
     """Constants of the kernel models, which hold for a generation (``cost/kernel_constants.py``
     names and explains them)."""
-    sustained_clock: Figure
-    """Clock under the load of training over that of the short runs which the shares above come
-    from; divides the compute-bound terms of matrix products and attention."""
+    sustained: dict[str, Figure]
+    """Seconds in training over those of the short runs which the shares above come from, by kind of
+    work, at the board power ``board_power_w`` of the table, and ``host_call_s``, the host's time
+    for each call that it issues (:mod:`primus_ext.cost.sustained`)."""
+    board_power_w: Figure
+    """Power limit of the board as it is sold, watts."""
     measured_tables: str
     """Folder of this very product in the tables of aiconfigurator-core; '' if they have none."""
     hbm_bytes: Figure

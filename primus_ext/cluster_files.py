@@ -23,21 +23,19 @@ ASSUMED = "assumed"
 """First word of the source of a figure that no file states."""
 PLAIN = ("name", "vendor", "arch", "multi_processors", "scale_up_topology", "scale_up_gpus")
 FIGURES = ("hbm_bytes", "hbm_bandwidth", "hbm_efficiency", "kernel_launch_s", "l2_bytes",
-           "boost_clock_hz", "scale_up_bandwidth", "context_bytes",
+           "boost_clock_hz", "board_power_w", "scale_up_bandwidth", "context_bytes",
            "communicator_bytes", "communicator_pair_bytes", "all_to_all_peer_bytes")  # fmt: skip
 TABLES = ("peak_flops", "gemm_efficiency", "attention_efficiency", "memory_efficiency",
-          "kernel_model", "collectives", "exchange", "residuals")  # fmt: skip
+          "kernel_model", "collectives", "exchange", "sustained", "residuals")  # fmt: skip
 _NOT_INHERITED = ("measured_tables",)
 """What was measured on a product says nothing about one that is like it."""
-_CLOCK = {"value": 1.0, "source": "the clock of short runs; what training sustains is not known"}
-"""Of a shipped accelerator; of a user's file it counts as assumed."""
 NETWORK = ("nic_bandwidth", "nic_efficiency", "nic_latency_s")
 FABRICS = {"nvidia": "infiniband", "amd": "roce"}
 """The usual scale-out network of each vendor's reference platforms, where a file names none."""
 _ASSUMABLE = {*FIGURES, *TABLES} - {
     "hbm_bytes", "hbm_bandwidth", "scale_up_bandwidth", "peak_flops",
 }  # fmt: skip
-_REFERENCES = {"collectives": "collectives", "exchange": "exchange"}
+_REFERENCES = {"collectives": "collectives", "exchange": "exchange", "sustained": "sustained"}
 """Tables that may be given as the name of a file, and the folder it is in."""
 
 
@@ -78,7 +76,6 @@ def read(name: str) -> dict[str, Any]:
         )
     raw = _laid_over(path)
     _fill(raw, path.name)
-    raw.setdefault("sustained_clock", {**_CLOCK, "source": f"{ASSUMED}: {_CLOCK['source']}"})
     return raw
 
 
@@ -152,7 +149,7 @@ def _shared_text(folder: str, name: str) -> str | None:
 
 
 def shared_table(folder: str, name: str) -> dict[str, Any]:
-    """Figures that several accelerators share: ``hydra_conf/{collectives,fabric}/NAME.yaml``.
+    """Figures that several accelerators share: ``hydra_conf/FOLDER/NAME.yaml``.
 
     Raises:
         ClusterError: there is no such file.
@@ -228,7 +225,6 @@ def parsed(raw: dict[str, Any], where: str) -> tuple[Accelerator, dict[str, Figu
     """
     try:
         fields: dict[str, Any] = {key: raw[key] for key in PLAIN}
-        fields["sustained_clock"] = figure(raw.get("sustained_clock", _CLOCK))
         fields["measured_tables"] = str(raw.get("measured_tables", ""))
         fields["host_gpus"] = raw.get("host_gpus", raw["scale_up_gpus"])
         fields |= {key: figure(raw[key]) for key in FIGURES}

@@ -106,7 +106,7 @@ def test_a_log_of_one_node_gives_the_share_of_the_links(tmp_path: Path) -> None:
     assert 0.65 < figure["value"] < 0.75 and "run.log: all_reduce of 8 GPUs" in figure["source"]
     own = tmp_path / "own.yaml"
     own.write_text(yaml.safe_dump(found.accelerator))
-    cost = CostModel(load_cluster(str(own), 1, 8))
+    cost = CostModel(load_cluster(str(own), 1, 8), alone=True)
     for size, us, _ in DGX[1:]:
         one = Collective(CollectiveKind.ALL_REDUCE, "g", size, "fp32")
         assert cost.collective_seconds(one, range(8)).seconds == pytest.approx(us * 1e-6, rel=0.12)

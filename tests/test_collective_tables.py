@@ -27,7 +27,7 @@ def tables(monkeypatch: pytest.MonkeyPatch) -> None:
 def price(
     kind: CollectiveKind, size: int, *, ranks: int = 8, name: str = "h100", dtype: str = "bf16"
 ) -> Priced:
-    cost = CostModel(load_cluster(name, 2, 8))
+    cost = CostModel(load_cluster(name, 2, 8), alone=True)
     return cost.collective_seconds(
         Collective(kind=kind, group="g", bytes=size, dtype=dtype), list(range(ranks))
     )
@@ -83,7 +83,7 @@ def test_without_the_package_there_are_no_curves(monkeypatch: pytest.MonkeyPatch
 def test_a_file_that_builds_on_a_product_does_not_take_its_measured_times(tmp_path: Path) -> None:
     file = tmp_path / "mine.yaml"
     file.write_text("like: h100\nscale_up_bandwidth: {value: 9.0e+11, source: a test}\n")
-    mine = CostModel(load_cluster(str(file), 2, 8))
+    mine = CostModel(load_cluster(str(file), 2, 8), alone=True)
     asked = Collective(kind=GATHER, group="g", bytes=2**20, dtype="bf16")
     assert mine.collective_seconds(asked, range(8)).evidence == MODEL
     assert price(GATHER, 2**20).evidence == TABLE

@@ -17,7 +17,7 @@ from tests.synthetic import Job, attention, gemm, traffic
 def price(name: str, op: Op) -> float:
     """Of the formulas alone, whether or not the optional tables are installed."""
     cluster = load_cluster(name, 1, load_accelerator(name).host_gpus)
-    return CostModel(cluster, tables=False).op_seconds(op).seconds
+    return CostModel(cluster, tables=False, alone=True).op_seconds(op).seconds
 
 
 @pytest.mark.parametrize(
@@ -94,20 +94,33 @@ def test_accumulating_in_fp32_moves_eight_bytes_an_element() -> None:
     assert seconds == pytest.approx(expected, rel=0.1)
 
 
-def test_the_sustained_clock_slows_compute_and_leaves_traffic() -> None:
+def test_training_slows_each_kind_of_work_by_its_own_factor() -> None:
     cluster = load_cluster("h100", 1, 8)
-    slower = dataclasses.replace(
-        cluster.accelerator, sustained_clock=Figure(value=0.8, source="a test")
-    )
+    factors = {"gemm/bf16": 1.25, "attention": 1.5, "memory": 2.0, "board_power_w": 700.0}
+    table = {name: Figure(value=value, source="a test") for name, value in factors.items()}
+    slower = dataclasses.replace(cluster.accelerator, sustained=table)
     model = CostModel(dataclasses.replace(cluster, accelerator=slower), tables=False)
-    assert cluster.accelerator.sustained_clock.source.startswith("the clock of short runs")
-    for op, low, high in (
-        (gemm(16384, 16384, 16384), 1.24, 1.26),
-        (attention(Job(seq=16384), "backward"), 1.24, 1.26),
-        (gemm(16, 65536, 8192), 1.0, 1.02),
-        (traffic("norm", 10**9), 1.0, 1.0),
+    for op, expected in (
+        (gemm(16384, 16384, 16384), 1.25),
+        (gemm(16384, 16384, 16384, "fp8_e4m3/tensor"), 1.0),
+        (attention(Job(seq=16384), "backward"), 1.5),
+        (traffic("norm", 10**9), 2.0),
     ):
-        assert low <= model.op_seconds(op).seconds / price("h100", op) <= high
+        assert model.op_seconds(op).seconds / price("h100", op) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(("watts", "expected"), [(700, 1.2), (500, 1.42), (1400, 1.0)])
+def test_a_board_with_less_power_computes_slower(watts: float, expected: float) -> None:
+    """1.2 (700/500)^0.5 = 1.42; with twice the power it can't be faster than a short run."""
+    cluster = load_cluster("h100", 1, 8)
+    table = {"gemm/bf16": Figure(value=1.2, source="a test"),
+             "board_power_w": Figure(value=700.0, source="a test")}  # fmt: skip
+    board = dataclasses.replace(
+        cluster.accelerator, sustained=table, board_power_w=Figure(value=watts, source="a test")
+    )
+    model = CostModel(dataclasses.replace(cluster, accelerator=board), tables=False)
+    op = gemm(16384, 16384, 16384)
+    assert model.op_seconds(op).seconds / price("h100", op) == pytest.approx(expected, rel=1e-3)
 
 
 def test_time_grows_with_every_dimension() -> None:

@@ -39,7 +39,7 @@ def kernel(
 
 
 def seconds(cluster: Cluster, op: Op, ranks: int) -> float:
-    return CostModel(cluster).remote_seconds(op, range(ranks)).seconds
+    return CostModel(cluster, alone=True).remote_seconds(op, range(ranks)).seconds
 
 
 @pytest.mark.parametrize(
@@ -98,11 +98,12 @@ def test_what_leaves_the_node_takes_the_nic() -> None:
 
 def test_a_rack_needs_no_nic() -> None:
     rack = load_cluster("gb200", 8, 4)
-    assert "nic" not in CostModel(rack).remote_seconds(kernel(32, 1), range(32)).terms
+    assert "nic" not in CostModel(rack, alone=True).remote_seconds(kernel(32, 1), range(32)).terms
 
 
 def test_amd_has_no_limit_by_sms() -> None:
-    terms = CostModel(load_cluster("mi300x", 1, 8)).remote_seconds(kernel(8, 1), range(8)).terms
+    prices = CostModel(load_cluster("mi300x", 1, 8), alone=True)
+    terms = prices.remote_seconds(kernel(8, 1), range(8)).terms
     assert terms["sms"] == 0.0 < terms["links"]
 
 

@@ -85,8 +85,8 @@ def test_a_measured_neighbour_beats_the_formula_and_is_named(
         return gemm_table.GemmTable((axis, axis, axis), seconds, "a table 1.0")
 
     monkeypatch.setattr(measured.gemm_table, "load", load)
-    formula = CostModel(load_cluster("h100", 1, 8), tables=False)
-    both = CostModel(load_cluster("h100", 1, 8))
+    formula = CostModel(load_cluster("h100", 1, 8), tables=False, alone=True)
+    both = CostModel(load_cluster("h100", 1, 8), alone=True)
     assert loaded == []  # lazy
     op = gemm_op(2048, 2048, 2048)
     priced = both.op_seconds(op)
@@ -97,7 +97,7 @@ def test_a_measured_neighbour_beats_the_formula_and_is_named(
     assert loaded == ["h100_sxm bf16"]
     # what the tables do not hold keeps its formula: FP8 with scales, a backward
     for other in (gemm_op(2048, 2048, 2048, "fp8_e4m3/mxfp8"), attention(Job(), "backward")):
-        model = CostModel(load_cluster("b200", 1, 8))
+        model = CostModel(load_cluster("b200", 1, 8), alone=True)
         assert model.op_seconds(other).evidence == MODEL
 
 
@@ -112,7 +112,7 @@ def test_products_without_tables_are_never_corrected(name: str) -> None:
 
 @pytest.mark.skipif(not INSTALLED, reason="the optional extra 'tables' is not installed")
 def test_the_real_tables_bring_a_price_near_the_measured_one() -> None:
-    model = CostModel(load_cluster("h100", 1, 8))
+    model = CostModel(load_cluster("h100", 1, 8), alone=True)
     priced = model.op_seconds(gemm_op(4096, 4096, 4096))
     # medians of the frameworks on this very shape: 770, 789 and 828 TFLOP/s
     assert 2 * 4096**3 / priced.seconds / 1e12 == pytest.approx(789, rel=0.06)
@@ -123,7 +123,8 @@ def test_without_the_extra_the_formulas_stand_alone(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(tables, "source", lambda: None)
     cluster = load_cluster("h100", 1, 8)
     op = gemm_op(4096, 4096, 4096)
-    assert CostModel(cluster).op_seconds(op) == CostModel(cluster, tables=False).op_seconds(op)
+    formulas = CostModel(cluster, tables=False, alone=True)
+    assert CostModel(cluster, alone=True).op_seconds(op) == formulas.op_seconds(op)
 
 
 def test_a_package_prices_products_through_an_entry_point(
@@ -144,14 +145,14 @@ def test_a_package_prices_products_through_an_entry_point(
     )
     monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
     cluster = load_cluster("h100", 1, 8)
-    model = CostModel(cluster, gemm_backend="tiny", tables=False)
+    model = CostModel(cluster, gemm_backend="tiny", tables=False, alone=True)
     own = model.op_seconds(gemm_op(64, 64, 64))
     assert (own.seconds, own.evidence) == (42.0, "tiny: h100")
     op = gemm_op(4096, 4096, 4096)
-    plain = CostModel(cluster, tables=False)
+    plain = CostModel(cluster, tables=False, alone=True)
     assert model.op_seconds(op) == plain.op_seconds(op)
     assert plain.op_seconds(gemm_op(64, 64, 64)).seconds < 1  # nothing is used by being installed
     with pytest.raises(CostError, match="gemm_backend=other is not known: .*broken, tiny"):
-        CostModel(cluster, gemm_backend="other")
+        CostModel(cluster, gemm_backend="other", alone=True)
     with pytest.raises(CostError, match="gemm_backend=broken can't be used"):
-        CostModel(cluster, gemm_backend="broken")
+        CostModel(cluster, gemm_backend="broken", alone=True)

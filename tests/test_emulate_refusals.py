@@ -17,7 +17,6 @@ MODEL = (
 @pytest.mark.parametrize(
     ("args", "request_keys", "words"),
     [
-        ("--cuda-graph-impl local", {}, "cuda_graph_impl=local can't be projected"),
         ("--optimizer-cuda-graph", {}, "optimizer_cuda_graph=True can't be projected"),
         ("--attention-backend flash --context-parallel-size 2", {},
          "attention_backend=flash with context_parallel_size=2 can't be projected"),

@@ -112,7 +112,7 @@ def test_interleaved_chunks_are_gathered_behind_the_chunk_before() -> None:
 
 def test_buckets_are_priced_on_their_own_group() -> None:
     job = Job(tp=8, dp=4)
-    cost = CostModel(load_cluster("h100", 4, 8))
+    cost = CostModel(load_cluster("h100", 4, 8), alone=True)
     one = trace(job, 0)
     sharded = dp.bucket_times(cost, one, plan(job).parallelism)
     assert len(sharded) == BUCKETS
@@ -132,6 +132,6 @@ def test_a_group_that_the_trace_does_not_know_is_an_error() -> None:
     job = Job(dp=8)
     one = trace(job, 0)
     lost = dataclasses.replace(one, groups={"tp": (0,), "pp": (0,)})
-    cost = CostModel(load_cluster("h100", 1, 8))
+    cost = CostModel(load_cluster("h100", 1, 8), alone=True)
     with pytest.raises(CostError, match="group dp of a gradient bucket"):
         dp.bucket_times(cost, lost, plan(job).parallelism)

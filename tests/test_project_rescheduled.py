@@ -12,6 +12,7 @@ import pytest
 from rich.console import Console
 
 from primus_ext.cluster_data import load_cluster
+from primus_ext.cost.host_time import HostTime
 from primus_ext.cost.model import CostModel
 from primus_ext.project import beside, comparison, compose, estimated, stage
 from primus_ext.project.programs import ScheduleError, Shape
@@ -31,10 +32,14 @@ def projected(job: Job, schedule: str | None = "all") -> Projection:
     return compose.project(plan(job), traces(job), cluster, mode="simulate", schedule=schedule)
 
 
+def cost(job: Job) -> CostModel:
+    return CostModel(CLUSTER, host=HostTime.of(plan(job), CLUSTER.accelerator))
+
+
 def in_parts(job: Job) -> comparison.Job:
     stages = compose.stage_traces(plan(job), traces(job), CLUSTER)
     shape = compose.schedule_shape(plan(job))
-    return comparison.job_of(plan(job), stages, CostModel(CLUSTER), shape)
+    return comparison.job_of(plan(job), stages, cost(job), shape)
 
 
 @pytest.mark.parametrize("vpp", [1, 2])
@@ -99,16 +104,16 @@ def test_a_v_has_the_first_and_the_last_stage_on_rank_0() -> None:
 @pytest.mark.parametrize("recompute", [False, True])
 def test_weight_gradients_are_the_products_of_layout_nt(recompute: bool) -> None:
     job = dataclasses.replace(JOB, recompute=recompute)
-    recorded, cost = trace(job, 1), CostModel(CLUSTER)
-    found = stage.price(cost, recorded).chunks[0]
+    recorded, prices = trace(job, 1), CostModel(CLUSTER)
+    found = stage.price(prices, recorded).chunks[0]
     by_hand = sum(
-        cost.op_seconds(recorded.ops[call.op]).seconds * segment.count
+        prices.op_seconds(recorded.ops[call.op]).seconds * segment.count
         for segment in recorded.chunks[0].segments for call in segment.backward
         if recorded.ops[call.op].attr("layout") == "nt"
     )  # fmt: skip
     assert found.weight == pytest.approx(by_hand) and by_hand > 0
     assert found.weight < 0.5 * found.backward.seconds
-    plain = stage.price(cost, trace(JOB, 1)).chunks[0]
+    plain = stage.price(prices, trace(JOB, 1)).chunks[0]
     assert found.weight == pytest.approx(plain.weight)  # recomputation belongs to the rest
 
 

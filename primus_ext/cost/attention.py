@@ -80,7 +80,6 @@ def price(accelerator: Accelerator, op: Op) -> Priced:
     rate = peak_flops(accelerator, "bf16") * share(accelerator, direction, attrs["dim_qk"])
     if direction == "backward" and attrs["kv_heads"] < attrs["heads"]:
         rate *= constant(accelerator, "attention_gqa_backward")
-    rate *= accelerator.sustained_clock.value
     busy, tail = busy_flops(accelerator, op)
     compute, waiting = busy / rate, tail / rate
     memory = traffic_seconds(accelerator, op.bytes)

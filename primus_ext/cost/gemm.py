@@ -41,7 +41,7 @@ def efficiency(accelerator: Accelerator, number_format: str) -> float:
 
 
 def rate(accelerator: Accelerator, number_format: str, layout: str) -> float:
-    """FLOP/s of the largest tiles in training.
+    """FLOP/s of the largest tiles.
 
     Args:
         accelerator: The target.
@@ -87,7 +87,7 @@ def price(accelerator: Accelerator, op: Op) -> Priced:
     if not op.flops:
         return Priced(launch, MODEL, {"launch": launch})
     busy = busy_flops(accelerator, parts_of(op))
-    compute = busy / (speed * accelerator.sustained_clock.value)
+    compute = busy / speed
     memory = traffic_seconds(accelerator, op.bytes)
     power = GROUPED_OVERLAP if grouped else OVERLAP
     seconds = (compute**power + memory**power) ** (1 / power) + launch

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
-
-from primus_ext.cluster import Accelerator, Figure
+from primus_ext.cluster import Accelerator
 from primus_ext.cost import attention, attention_table, gemm, gemm_table, memory_bound
 from primus_ext.cost.formats import format_of
 from primus_ext.cost.gemm_table import Neighbour
@@ -15,7 +13,6 @@ _BYTES = {"bf16": 2.0, "fp16": 2.0, "fp8": 1.0, "fp8_block": 1.0, "nvfp4": 0.562
 """Bytes of an operand's element; nvfp4 with a scale byte for 16 of them."""
 _DTYPES = {"bf16": "bf16", "fp16": "fp16", "fp8": "fp8_e4m3/tensor",
            "fp8_block": "fp8_e4m3/block2d", "nvfp4": "fp4_e2m1/nvfp4"}  # fmt: skip
-_BOOST = Figure(value=1.0, source="the tables' own: short runs at boost clock")
 
 
 def product(m: int, n: int, k: int, number_format: str) -> Op:
@@ -56,7 +53,7 @@ class Measured:
             without: Frameworks whose measurements are left out, for validation.
         """
         self._system = accelerator.measured_tables
-        self._boost = dataclasses.replace(accelerator, sustained_clock=_BOOST)
+        self._accelerator = accelerator
         self._without = without
         self._gemm: dict[str, gemm_table.GemmTable | None] = {}
         self._attention: dict[tuple[int, int], attention_table.AttentionTable | None] = {}
@@ -87,7 +84,7 @@ class Measured:
         table = self._gemm[number_format]
 
         def model(m: int, n: int, k: int) -> float:
-            return gemm.price(self._boost, product(m, n, k, number_format)).seconds
+            return gemm.price(self._accelerator, product(m, n, k, number_format)).seconds
 
         return table.near(m, n, k, model) if table else None
 
@@ -100,7 +97,8 @@ class Measured:
         def model(batch: int, seq: int, heads: int, kv_heads: int) -> float:
             op = prefill(batch, seq, heads, kv_heads, *dims)
             write = cache_write(batch, seq, kv_heads, *dims)
-            both = (attention.price(self._boost, op), memory_bound.price(self._boost, write))
+            on = self._accelerator
+            both = (attention.price(on, op), memory_bound.price(on, write))
             return sum(priced.seconds for priced in both)
 
         shape = (attrs["batch"], attrs["seq_q"], attrs["heads"], attrs["kv_heads"])

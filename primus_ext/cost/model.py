@@ -5,7 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from primus_ext.cluster import Cluster
-from primus_ext.cost import attention, backends, collectives, exchange, gemm, memory_bound
+from primus_ext.cost import (
+    attention,
+    backends,
+    collectives,
+    exchange,
+    gemm,
+    memory_bound,
+    sustained,
+)
+from primus_ext.cost.host_time import HostTime
 from primus_ext.cost.measured import Measured
 from primus_ext.cost.priced import FREE, CostError, Priced
 from primus_ext.trace import Collective, Family, Op
@@ -21,8 +30,9 @@ class CostModel:
     """
 
     def __init__(
-        self, cluster: Cluster, gemm_backend: str = "", tables: Measured | bool = True
-    ) -> None:
+        self, cluster: Cluster, gemm_backend: str = "", tables: Measured | bool = True,
+        host: HostTime | None = None, alone: bool = False,
+    ) -> None:  # fmt: skip
         """Price for ``cluster``.
 
         Args:
@@ -31,11 +41,13 @@ class CostModel:
                 matrix products; '' for none.
             tables: Correct forward kernels by measured neighbours where the optional tables are
                 installed and hold the target; False: formulas alone.
+            host: The host that issues the work; None: it is always ahead of the device.
+            alone: As in a short run on an idle device at boost clock, not as in training.
 
         Raises:
             CostError: No such backend.
         """
-        self.cluster = cluster
+        self.cluster, self.host, self._alone = cluster, host, alone
         self._collectives: collectives.Known = {}
         self._backend = backends.backend(gemm_backend) if gemm_backend else None
         self._tables = Measured(cluster.accelerator) if tables is True else (tables or None)
@@ -50,7 +62,11 @@ class CostModel:
         """
         found = self._priced.get(op)
         if found is None:
-            found = self._priced[op] = self._price(op)
+            found = self._price(op)
+            if not self._alone:
+                factor = sustained.slowdown(self.cluster.accelerator, op)
+                found = sustained.slowed(found, factor)
+            self._priced[op] = found
         return found
 
     def _price(self, op: Op) -> Priced:
@@ -75,7 +91,8 @@ class CostModel:
         Raises:
             CostError: The kind has no price, or a rank does not exist on the target.
         """
-        return collectives.price(self.cluster, collective, ranks, self._collectives)
+        priced = collectives.price(self.cluster, collective, ranks, self._collectives)
+        return self._shared(priced, ranks)
 
     def remote_seconds(self, op: Op, ranks: Sequence[int]) -> Priced:
         """Seconds of an op that talks to the other members of the group of global ``ranks``.
@@ -84,7 +101,15 @@ class CostModel:
             CostError: It has no price, or a rank does not exist on the target.
         """
         if exchange.is_exchange(op):
-            return exchange.price(self.cluster, op, ranks)
+            return self._shared(exchange.price(self.cluster, op, ranks), ranks, exchange=True)
         if op.collective is None:
             raise CostError(f"op {op.name} of family {op.family} says nothing of its collective")
         return self.collective_seconds(op.collective, ranks)
+
+    def _shared(self, priced: Priced, ranks: Sequence[int], *, exchange: bool = False) -> Priced:
+        """A price of communication beside the rest of a training step."""
+        if self._alone:
+            return priced
+        domains = len({rank // self.cluster.scale_up_domain for rank in ranks})
+        factor = sustained.communication(self.cluster.accelerator, domains, exchange=exchange)
+        return sustained.slowed(priced, factor)

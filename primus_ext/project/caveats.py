@@ -13,8 +13,7 @@ from primus_ext.project.memory import SLACK
 from primus_ext.trace import Family, RankTrace
 
 _ALWAYS = (
-    "kernel launches that the host does not keep up with: the device is assumed to have work",
-    "clocks under sustained load: efficiencies come from microbenchmarks",
+    "synchronisations of host and device inside a layer: the host is late only over a whole layer",
     "compute slowed down by collectives that run beside it, and the reverse",
     "collectives of different kinds at the same time: each has the links to itself",
     "contention between nodes beyond the oversubscription that the target states",
@@ -64,7 +63,7 @@ def not_modelled(plan: Plan, stages: Sequence[RankTrace], cluster: Cluster) -> t
     if instances > 1 and not is_sharded(plan.flags):
         lines.append("several distributed-optimizer instances: priced as one")
     if plan.flags.get("cuda_graph_impl") not in (None, "", "none"):
-        lines.append("CUDA graphs")
+        lines.append("CUDA graphs: the memory of their pools")
     if any(op.family is Family.TRANSFER for trace in stages for op in trace.ops):
         lines.append(
             "time of copies between host and device memory, and of what the host computes on them"

@@ -9,6 +9,7 @@ from typing import Any
 from primus_ext.cluster import Cluster
 from primus_ext.cluster_files import assumptions
 from primus_ext.cost.formats import require_precision
+from primus_ext.cost.host_time import HostTime
 from primus_ext.cost.model import CostModel
 from primus_ext.plan import Plan, ProgramRef
 from primus_ext.project import (
@@ -250,7 +251,7 @@ class _Step:
         self, plan: Plan, stages: Sequence[RankTrace], cluster: Cluster, shape: Shape
     ) -> None:
         self.plan, self.stages, self.shape = plan, stages, shape
-        self._cost = CostModel(cluster)
+        self._cost = CostModel(cluster, host=HostTime.of(plan, cluster.accelerator))
         ranks = range(shape.pp)
         known: dict[int, Any] = {}
         for trace in stages:

@@ -24,6 +24,7 @@ class TermName(StrEnum):
     P2P = "pipeline p2p"
     DATA = "data-parallel communication"
     OPTIMIZER = "optimizer"
+    HOST = "waiting for the host"
     BUBBLE = "pipeline bubble"
 
 

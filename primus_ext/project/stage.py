@@ -121,14 +121,32 @@ class _Stream:
     (:func:`lanes.shares`).  At the end everything that is still pending is waited for.
     """
 
-    def __init__(self, pricer: Pricer, ops: Sequence[Op]) -> None:
-        self._pricer, self._ops = pricer, ops
+    def __init__(self, cost: CostModel, trace: RankTrace) -> None:
+        self._pricer, self._ops, self._host = Pricer(cost, trace), trace.ops, cost.host
 
     def run(self, calls: Sequence[Call], scope: ScopeKind | None) -> Ledger:
         """Account for the calls of one part of the model."""
         ledger = Ledger()
         self.account([_Entry(call, scope, ledger) for call in calls])
         return ledger
+
+    def part(self, segment: Segment, calls: Sequence[Call]) -> Ledger:
+        """One direction of a segment, or the time that the host needs for it."""
+        ledger = self.run(calls, segment.kind)
+        self.issue(ledger, [(segment, calls)])
+        return ledger
+
+    def issue(self, ledger: Ledger, parts: Sequence[tuple[Segment | None, Sequence[Call]]]) -> None:
+        """Add what the device waits for the host, over several parts of the model."""
+        if self._host is None:
+            return
+        seconds = 0.0
+        for segment, calls in parts:
+            free = self._host.captured(segment) if segment else 0.0
+            seconds += (1.0 - free) * self._host.seconds(self._ops, calls)
+        waits = self._host.waits(ledger.seconds, seconds)
+        if waits:
+            ledger.work(TermName.HOST, Kind.MEMORY, waits)
 
     def weight(self, chunk: ChunkTrace) -> float:
         """Seconds of a chunk's weight gradients."""
@@ -215,9 +233,18 @@ def _whole_step(stream: _Stream, trace: RankTrace, microbatches: int) -> StageTi
         entries += [_Entry(call, s.kind, backward) for s in placed[::-1] for call in s.backward]
         shares += [(ahead, forward, weight), (back, backward, weight)]
     stream.account(entries)
+    stream.issue(step, [(None, trace.step)])
     for total, one, weight in shares:
         total.add(one, weight / microbatches)
+    _issued(stream, chunk, ahead, back)
     return StageTimes((ChunkTimes(ahead, back),), step)
+
+
+def _issued(stream: _Stream, chunk: ChunkTrace, ahead: Ledger, back: Ledger) -> None:
+    """Add the host's time to a microbatch that was priced as a whole."""
+    segments = [(s, s.count) for s in chunk.segments]
+    stream.issue(ahead, [(s, s.forward) for s, count in segments for _ in range(count)])
+    stream.issue(back, [(s, s.backward) for s, count in segments for _ in range(count)])
 
 
 def price(cost: CostModel, trace: RankTrace, microbatches: int = 1) -> StageTimes:
@@ -232,7 +259,7 @@ def price(cost: CostModel, trace: RankTrace, microbatches: int = 1) -> StageTime
         CostError: An op or collective has no price.
         ClusterError: The accelerator lacks a precision that the trace uses.
     """
-    stream = _Stream(Pricer(cost, trace), trace.ops)
+    stream = _Stream(cost, trace)
     if trace.chunks[0].microbatches:
         return _whole_step(stream, trace, microbatches)
     chunks = []
@@ -242,10 +269,12 @@ def price(cost: CostModel, trace: RankTrace, microbatches: int = 1) -> StageTime
             continue
         ahead, back = Ledger(), Ledger()
         for segment in chunk.segments:
-            ahead.add(stream.run(segment.forward, segment.kind), segment.count)
-            back.add(stream.run(segment.backward, segment.kind), segment.count)
+            ahead.add(stream.part(segment, segment.forward), segment.count)
+            back.add(stream.part(segment, segment.backward), segment.count)
         chunks.append(ChunkTimes(ahead, back, stream.weight(chunk)))
-    return StageTimes(tuple(chunks), stream.run(trace.step, None))
+    step = stream.run(trace.step, None)
+    stream.issue(step, [(None, trace.step)])
+    return StageTimes(tuple(chunks), step)
 
 
 def parts_overlap(trace: RankTrace, chunk: ChunkTrace) -> bool:
@@ -268,6 +297,7 @@ def _in_order(stream: _Stream, chunk: ChunkTrace) -> ChunkTimes:
     entries = [_Entry(call, s.kind, ahead) for s in placed for call in s.forward]
     entries += [_Entry(call, s.kind, back) for s in reversed(placed) for call in s.backward]
     stream.account(entries)
+    _issued(stream, chunk, ahead, back)
     return ChunkTimes(ahead, back, stream.weight(chunk))
 
 

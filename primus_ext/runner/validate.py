@@ -147,9 +147,12 @@ def project_runs(
     served = {names[0]: names for names in same.values()}  # by the first of equal jobs
 
     def told(first: str, answer: bulk.Answer) -> None:
-        result = _priced(jobs[first], answer)
+        priced: dict[str, Projected | str] = {}
         for name in served[first]:
-            found[name] = result
+            conditions = json.dumps(jobs[name].nearest.conditions, sort_keys=True)
+            if conditions not in priced:
+                priced[conditions] = _priced(jobs[name], answer)
+            found[name] = result = priced[conditions]
             if isinstance(result, Projected):  # what was assumed of each run is its own
                 found[name] = dataclasses.replace(result, nearest=jobs[name].nearest)
         progress(len(found), len(wanted), first)
@@ -167,7 +170,9 @@ def _priced(job: _Job, answer: bulk.Answer) -> Projected | str:
     if isinstance(answer, str):
         return answer
     try:
-        projection = emulation.priced(answer, "simulate", job.cluster, [])
+        projection = emulation.priced(
+            answer, "simulate", job.cluster, [], job.nearest.conditions
+        )
     except ValueError as error:
         return str(error)
     return Projected(job.nearest, projection, peaks.projected(projection.memory))

@@ -65,7 +65,8 @@ def main() -> None:
     parser.add_argument("cases", type=Path)
     parser.add_argument("words", nargs="*")
     asked = parser.parse_args()
-    models = [CostModel(load_cluster("h100", 1, 8), tables=tables) for tables in (True, False)]
+    cluster = load_cluster("h100", 1, 8)
+    models = [CostModel(cluster, tables=tables, alone=True) for tables in (True, False)]
     sys.stdout.write(
         "# One mixture-of-experts layer on 8 H100, projected and measured\n\n"
         "`python scripts/bench/moe_layer_times.py CASES.yaml`.  Measured: Megatron-LM d98e8a6, "

@@ -75,12 +75,12 @@ class Scorer:
     def _model(self, source: str, name: str) -> CostModel:
         if (source, name) not in self._models:
             fitted = accelerator(self._fitter.world(source), name)
-            clock = load_accelerator(name).sustained_clock if source in SUSTAINED else _BOOST
-            fitted = dataclasses.replace(fitted, sustained_clock=clock)
             cluster = dataclasses.replace(load_cluster(name, 1, 1), accelerator=fitted)
             left = (source.partition("/")[2],) if source.startswith("aic/") else ()
             corrected = Measured(fitted, left) if self._with_tables else False
-            self._models[source, name] = CostModel(cluster, tables=corrected)
+            self._models[source, name] = CostModel(
+                cluster, tables=corrected, alone=source not in SUSTAINED
+            )
         return self._models[source, name]
 
     def _alone(self, key: tuple[str, str, str, str]) -> bool:
@@ -139,14 +139,12 @@ def own_clock(samples: list[Sample], source: str) -> str:
     """
     own = [s for s in samples if s.source == source]
     name = own[0].accelerator
-    boost = dataclasses.replace(
-        accelerator(Fitter(samples).world(source), name), sustained_clock=_BOOST)  # fmt: skip
+    boost = accelerator(Fitter(samples).world(source), name)
     dense = [s for s in own if s.family == "gemm" and s.ops[0].flops >= LARGE]
     clock = statistics.median(gemm.price(boost, s.ops[0]).seconds / s.seconds for s in dense)
-    slowed = dataclasses.replace(boost, sustained_clock=Figure(value=clock, source=source))
     families = []
     for family in ("gemm", "grouped_gemm"):
-        errors = [math.log(gemm.price(slowed, s.ops[0]).seconds / s.seconds)
+        errors = [math.log(gemm.price(boost, s.ops[0]).seconds / clock / s.seconds)
                   for s in own if s.family == family]  # fmt: skip
         families.append(f"{family} {statistics.median(map(abs, errors)):.1%} "
                         f"(bias {statistics.median(errors):+.1%}, {len(errors)} rows)")  # fmt: skip
@@ -159,7 +157,7 @@ def own_clock(samples: list[Sample], source: str) -> str:
 def page(samples: list[Sample], left: dict[str, int], variants: list[bool]) -> str:
     """The whole page in Markdown."""
     clocks = ", ".join(
-        f"{source} at {load_accelerator('b200').sustained_clock.value:g} of the boost clock"
+        f"{source}: {load_accelerator('b200').sustained['gemm/bf16'].value:g} times as long"
         for source in SUSTAINED
     )
     parts = [
@@ -168,7 +166,7 @@ def page(samples: list[Sample], left: dict[str, int], variants: list[bool]) -> s
         "bias is the median with its sign (+: predicted too slow).  *alone*: no other source has "
         "rows of the kind on that generation of hardware, so the prediction comes from other "
         f"generations or formats.  Sources that ran at the power limit are predicted with the "
-        f"accelerator's `sustained_clock` ({clocks}), all others without.", "",
+        f"accelerator's `sustained` factors ({clocks}), all others without.", "",
     ]  # fmt: skip
     for with_tables in variants:
         lines = Scorer(samples, with_tables).lines()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import traceback
 from collections.abc import Callable
@@ -55,6 +56,7 @@ def project(original: Callable[..., Any], call: inspect.BoundArguments) -> None:
         call: The user's arguments to it.
     """
     from primus_ext.frameworks.megatron import (
+        graphs,
         many_shapes,
         plans,
         rank,
@@ -67,8 +69,10 @@ def project(original: Callable[..., Any], call: inspect.BoundArguments) -> None:
     try:
         arguments = plans.arguments()
         plans.refuse_unsupported(arguments)
+        graphed = graphs.set_aside(arguments, call.arguments["cfg_container"])
         config = plans.transformer_config(call.arguments["cfg_container"])
         plan = plans.read(arguments, config)
+        plan = dataclasses.replace(plan, flags=plan.flags | graphed)
         plans.require_format(plan, active.request)
         members = [(stage, None) for stage in roles.distinct_stages(arguments, config)]
         if "ranks" in active.request:  # these instead of one of each kind

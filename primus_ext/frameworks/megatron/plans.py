@@ -38,10 +38,11 @@ _FLAGS = (
     "fine_grained_activation_offloading", "hybrid_layer_pattern", "sft",
     "dataloader_inter_document_masking",
 )  # fmt: skip
-# Variables of the user's command by which torch decides where tensors go.
+# Variables of the user's command: where torch puts tensors, whether the host waits for kernels.
 _ENVIRONMENT = (
     "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF", "PYTORCH_ALLOC_CONF",
     "CUBLAS_WORKSPACE_CONFIG", "HIPBLAS_WORKSPACE_CONFIG", "ROCBLAS_WORKSPACE_CONFIG",
+    "CUDA_LAUNCH_BLOCKING", "HIP_LAUNCH_BLOCKING",
 )  # fmt: skip
 
 
@@ -189,11 +190,6 @@ def refuse_partly_supported(args: Any) -> None:
         ProgramError: one of them is asked for.
     """
     offloading.refuse_unsupported(args)
-    if args.cuda_graph_impl != "none":
-        raise ProgramError(
-            f"cuda_graph_impl={args.cuda_graph_impl} can't be projected by this version, which has "
-            "no model of the memory pools that CUDA graphs keep; legal: none"
-        )
     if args.position_embedding_type == "mrope":
         raise ProgramError(
             "position_embedding_type=mrope can't be projected by this version: its positions "

@@ -48,6 +48,7 @@ def program(run: dict[str, Any]) -> PublishedProgram:
         gpus_per_node=target.gpus_per_node,
         approximations=tuple(draft.notes),
         emulations=tuple(draft.emulations),
+        conditions=dict(draft.conditions),
     )
 
 

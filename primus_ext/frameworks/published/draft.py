@@ -22,6 +22,8 @@ class PublishedProgram:
     emulations: tuple[str, ...] = ()
     """Modules that make the installed Megatron-LM behave like the one that ran; they go into the
     ``frameworks`` of the request."""
+    conditions: dict[str, str] = dataclasses.field(default_factory=dict)
+    """Flags of the plan that the trace does not show: who issues the kernels, and when."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -32,6 +34,7 @@ class Draft:
     argv: list[str] = dataclasses.field(default_factory=list)
     notes: list[str] = dataclasses.field(default_factory=list)
     emulations: list[str] = dataclasses.field(default_factory=list)
+    conditions: dict[str, str] = dataclasses.field(default_factory=dict)
 
     def add(self, *words: Any) -> None:
         """Append arguments; numbers become text."""

@@ -9,12 +9,12 @@ TE_LOSS = "primus_ext.frameworks.megatron.te_loss"
 DEEPSPEED = "primus_ext.frameworks.megatron.deepspeed"
 # Flags that change time or memory and are not projected: on where their value is not in the set.
 _LEFT_OUT = (
-    (("cuda_graph_impl", "cuda_graphs", "MCORE_CUDA_GRAPH", "LAYER_CUDA_GRAPH"), "CUDA graphs"),
     (("TP_COMM_OVERLAP", "tp_comm_overlap"), "overlap of tensor-parallel communication"),
     (("DEFER_EMBEDDING_WGRAD_COMPUTE",), "deferred weight gradient of the embedding"),
     (("FP8_DPA",), "attention in FP8"),
     (("async_tp",), "asynchronous tensor parallelism"),
 )
+_LAYER_GRAPHS = ("cuda_graphs", "MCORE_CUDA_GRAPH", "LAYER_CUDA_GRAPH")
 _OFF = ("none", "false", "0", "")
 
 
@@ -30,6 +30,7 @@ def write(draft: Draft) -> None:
     if draft.flag("activation_offload_layers"):
         draft.add("--cpu-offloading-num-layers", draft.flag("activation_offload_layers"))
     _kernels(draft)
+    _host(draft)
     if "DeepSpeed" in draft.framework:
         draft.emulations.append(DEEPSPEED)
         draft.note("Megatron-DeepSpeed projected as Megatron-LM that keeps what DeepSpeed keeps")
@@ -50,6 +51,25 @@ def _kernels(draft: Draft) -> None:
     elif draft.is_on("loss_fusion") is not False:
         draft.add("--cross-entropy-loss-fusion", "--cross-entropy-fusion-impl", "native")
         torchtitan.write_loss(draft)
+
+
+def _host(draft: Draft) -> None:
+    """Who issues the kernels: CUDA graphs, a host that waits for each of them."""
+    if str(draft.flag("cuda_launch_blocking") or "").startswith("probably 1"):
+        draft.conditions["CUDA_LAUNCH_BLOCKING"] = "1"
+        draft.note("CUDA_LAUNCH_BLOCKING=1, which the authors probably set")
+    implementation = draft.flag("cuda_graph_impl")
+    if implementation is None and draft.is_on(*_LAYER_GRAPHS):
+        implementation = "local"
+    if implementation in (None, "none"):
+        return
+    scope = draft.flag("cuda_graph_scope") or ()
+    modules = [scope] if isinstance(scope, str) else list(scope)
+    if "full_iteration" in modules:
+        implementation, modules = "full_iteration", []
+    draft.conditions |= {
+        "cuda_graph_impl": str(implementation), "cuda_graph_modules": ",".join(modules)
+    }  # fmt: skip
 
 
 def _te_loss(draft: Draft) -> bool:
