@@ -34,6 +34,10 @@ class Accelerator:
     attention_efficiency: dict[str, Figure]
     """Share of the bf16 peak of fused attention: forward, backward (head dimension 128), and
     ``direction/n`` where another head dimension is known."""
+    attention_kernels: dict[str, Figure]
+    """Speed of other fused attention over that of ``attention_efficiency``: ``kernel/direction``,
+    kernel being flash2 (flash-attn 2) or triton (FlashAttention in Triton, of 2022); what is absent
+    is as fast."""
     memory_efficiency: dict[str, Figure]
     """Share of the memory bandwidth by kind of kernel; what is absent streams at
     ``hbm_efficiency``.  Kinds: norm, rope, permute, cross_entropy, quantize."""

@@ -229,6 +229,8 @@ def parsed(raw: dict[str, Any], where: str) -> tuple[Accelerator, dict[str, Figu
         fields["host_gpus"] = raw.get("host_gpus", raw["scale_up_gpus"])
         fields |= {key: figure(raw[key]) for key in FIGURES}
         fields |= {key: {k: figure(v) for k, v in raw[key].items()} for key in TABLES}
+        others = raw.get("attention_kernels", {})
+        fields["attention_kernels"] = {k: figure(v) for k, v in others.items()}
         major, minor = raw["compute_capability"]
         accelerator = Accelerator(compute_capability=(major, minor), **fields)
         network = {key: figure(raw["network"][key]) for key in NETWORK}

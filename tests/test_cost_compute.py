@@ -8,6 +8,7 @@ import pytest
 
 from primus_ext.cluster import Figure
 from primus_ext.cluster_data import ClusterError, load_accelerator, load_cluster
+from primus_ext.cost.attention import price as attention_price
 from primus_ext.cost.model import CostModel
 from primus_ext.cost.priced import CostError
 from primus_ext.trace import Family, Op
@@ -282,3 +283,17 @@ def test_host_work_is_free_and_a_collective_needs_its_group() -> None:
     assert price("h100", traffic("view", 10**9, Family.HOST)) == 0.0
     with pytest.raises(CostError, match="without its group"):
         price("h100", traffic("all_reduce", 0, Family.COLLECTIVE))
+
+
+@pytest.mark.parametrize(
+    ("name", "kernel", "direction", "teraflops"),
+    [("h100", "flash2", "forward", 355.0), ("h100", "flash2", "backward", 337.0)],
+)
+def test_flash_attention_2_runs_as_fast_as_others_measured(
+    name: str, kernel: str, direction: str, teraflops: float
+) -> None:
+    """Dao-AILab/flash-attention issue 1051: batch 1, 32,768 tokens, 8 heads of 128."""
+    op = attention(Job(seq=32768, mbs=1, heads=8, kv_heads=8), direction)
+    seconds = attention_price(load_accelerator(name), op, kernel).seconds
+    assert op.flops / seconds / 1e12 == pytest.approx(teraflops, rel=0.15)
+    assert attention_price(load_accelerator(name), op).seconds < 0.7 * seconds

@@ -208,3 +208,18 @@ def test_exposed_terms_add_up_to_the_duration() -> None:
         for ledger in (chunk.forward, chunk.backward):
             assert ledger.seconds == pytest.approx(sum(ledger.kinds.values()))
     assert times.step.seconds > 0
+
+
+def test_tensor_parallel_communication_in_pieces_shows_one_of_them() -> None:
+    """tp pieces, all but one beside a product; where products are too short the rest shows too."""
+    job = Job(tp=8, dp=1)
+    cluster = load_cluster("h100", 1, 8)
+    plain = stage.price(CostModel(cluster), trace(job, 0)).chunks[0]
+    cut = stage.price(CostModel(cluster, pipelined_tp=8), trace(job, 0)).chunks[0]
+    for before, after in ((plain.forward, cut.forward), (plain.backward, cut.backward)):
+        sent = before.exposed[TermName.TENSOR]
+        edges = after.exposed[TermName.TENSOR]
+        hidden = min(sent * 7 / 8, before.exposed[TermName.GEMM])
+        assert before.seconds - after.seconds == pytest.approx(sent - edges)
+        assert 0 < sent - edges <= hidden * (1 + 1e-9)
+        assert after.busy[TermName.TENSOR] == before.busy[TermName.TENSOR]

@@ -238,3 +238,41 @@ def test_automodel_keeps_adam_in_bf16() -> None:
     assert found["--main-grads-dtype"] == ["bf16"] and "--grad-reduce-in-bf16" in found
     assert any("without masters" in note for note in nearest.approximations)
     assert "--exp-avg-dtype" not in published.program(run()).argv
+
+
+@pytest.mark.parametrize(
+    ("words", "nics", "gigabits"),
+    [
+        ("Jean Zay: NVLink in node, 4x 100 Gb/s Omni-Path per node", 4, 100),
+        ("Selene: NVLink/NVSwitch in node, 8x HDR 200 Gb/s InfiniBand per node", 8, 200),
+        ("8x A100 per node, 800 Gb/s per node (vTrain config)", 8, 100),
+        ("1600 Gbps node-node interconnect (RoCE)", 8, 200),
+        ("NVLink in node, 400 Gb/s CX-7 per GPU", 8, 400),
+    ],
+)
+def test_a_stated_network_is_the_targets(words: str, nics: int, gigabits: int) -> None:
+    hardware = {**run()["hardware"], "interconnect": words, "interconnect_stated": True}
+    nearest = published.program(run(hardware=hardware))
+    assert nearest.network == {"nics_per_node": nics, "nic_bandwidth": gigabits * 1e9 / 8}
+    hardware["interconnect_stated"] = False
+    assert published.program(run(hardware=hardware)).network == {}
+
+
+def test_kernels_of_their_time_are_named() -> None:
+    assert published.program(torchtitan_run()).conditions["attention_kernel"] == "flash2"
+    older = published.program(run(flags={"attention": "flash attention (triton or flash2)"}))
+    assert older.conditions["attention_kernel"] == "triton"
+    assert any("Triton" in note for note in older.approximations)
+
+
+def test_nemo_1_shards_experts_over_tp_and_overlaps_what_its_recipe_says() -> None:
+    model = {"num_experts": 8, "topk": 2, "moe_ffn_hidden_size": 1024, "arch_key": "grok1"}
+    grok = run(model=model, parallelism={"tp": 4, "ep": 2, "etp": 1, "sequence_parallel": True},
+               software={"framework": "NeMo 1.x (Megatron)"})  # fmt: skip
+    nearest = published.program(grok)
+    assert options(nearest.argv)["--expert-tensor-parallel-size"] == ["4"]
+    assert "--moe-permute-fusion" not in nearest.argv
+    assert "tp_comm_overlap" not in nearest.conditions  # ub_tp_comm_overlap: false
+    dense = run(model={"arch_key": "nemotron4-15b"}, software={"framework": "NeMo 1.x"},
+                parallelism={"tp": 4, "sequence_parallel": True})  # fmt: skip
+    assert published.program(dense).conditions["tp_comm_overlap"] == "1"

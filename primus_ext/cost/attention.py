@@ -65,8 +65,23 @@ def busy_flops(accelerator: Accelerator, op: Op) -> tuple[float, float]:
     return op.flops + 2.0 * rows * extra * dims, 2.0 * tail * dims * accelerator.multi_processors
 
 
-def price(accelerator: Accelerator, op: Op) -> Priced:
+def kernel_of(op: Op, kernel: str = "") -> str:
+    """Which fused attention an op is: ``flash2``, ``triton``, or '' for the fastest of its time.
+
+    Args:
+        op: The op; those of flash-attn's own package are ``flash2``.
+        kernel: What the job is known to run, where its ops don't say.
+    """
+    return kernel or ("flash2" if op.name.startswith("primus_flash") else "")
+
+
+def price(accelerator: Accelerator, op: Op, kernel: str = "") -> Priced:
     """Seconds of one fused attention kernel.
+
+    Args:
+        accelerator: The target.
+        op: The kernel.
+        kernel: As :func:`kernel_of` gives it.
 
     Raises:
         CostError: The element type has no published efficiency.
@@ -80,6 +95,8 @@ def price(accelerator: Accelerator, op: Op) -> Priced:
     rate = peak_flops(accelerator, "bf16") * share(accelerator, direction, attrs["dim_qk"])
     if direction == "backward" and attrs["kv_heads"] < attrs["heads"]:
         rate *= constant(accelerator, "attention_gqa_backward")
+    other = accelerator.attention_kernels.get(f"{kernel}/{direction}")
+    rate *= other.value if other else 1.0
     busy, tail = busy_flops(accelerator, op)
     compute, waiting = busy / rate, tail / rate
     memory = traffic_seconds(accelerator, op.bytes)

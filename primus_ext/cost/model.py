@@ -31,7 +31,8 @@ class CostModel:
 
     def __init__(
         self, cluster: Cluster, gemm_backend: str = "", tables: Measured | bool = True,
-        host: HostTime | None = None, alone: bool = False,
+        host: HostTime | None = None, alone: bool = False, attention_kernel: str = "",
+        pipelined_tp: int = 1,
     ) -> None:  # fmt: skip
         """Price for ``cluster``.
 
@@ -42,12 +43,17 @@ class CostModel:
             tables: Correct forward kernels by measured neighbours where the optional tables are
                 installed and hold the target; False: formulas alone.
             host: The host that issues the work; None: it is always ahead of the device.
+            attention_kernel: Which fused attention runs, where ops don't say
+                (:func:`primus_ext.cost.attention.kernel_of`).
+            pipelined_tp: Pieces in which tensor-parallel communication runs beside the product that
+                needs or makes it (``tp_comm_overlap``: tp); 1 for none.
             alone: As in a short run on an idle device at boost clock, not as in training.
 
         Raises:
             CostError: No such backend.
         """
         self.cluster, self.host, self._alone = cluster, host, alone
+        self._attention_kernel, self.pipelined_tp = attention_kernel, pipelined_tp
         self._collectives: collectives.Known = {}
         self._backend = backends.backend(gemm_backend) if gemm_backend else None
         self._tables = Measured(cluster.accelerator) if tables is True else (tables or None)
@@ -75,7 +81,9 @@ class CostModel:
             own = self._backend(accelerator, op) if self._backend else None
             return own or self._corrected(op, gemm.price(accelerator, op))
         if op.family is Family.ATTENTION:
-            return self._corrected(op, attention.price(accelerator, op))
+            kernel = attention.kernel_of(op, self._attention_kernel)
+            priced = attention.price(accelerator, op, kernel)
+            return priced if kernel else self._corrected(op, priced)
         if op.family in _TRAFFIC:
             return memory_bound.price(accelerator, op)
         if op.family in (Family.HOST, Family.TRANSFER):  # not_modelled names the copies

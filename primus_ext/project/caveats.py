@@ -58,7 +58,7 @@ def not_modelled(plan: Plan, stages: Sequence[RankTrace], cluster: Cluster) -> t
     if plan.flags.get("delay_wgrad_compute"):
         lines.append("delay_wgrad_compute: memory that delayed weight gradients hold")
     if plan.flags.get("tp_comm_overlap"):
-        lines.append("tp_comm_overlap: tensor-parallel communication is counted as not hidden")
+        lines.append("tp_comm_overlap: products that are cut in pieces are slower")
     instances = int(plan.flags.get("num_distributed_optimizer_instances", 1) or 1)
     if instances > 1 and not is_sharded(plan.flags):
         lines.append("several distributed-optimizer instances: priced as one")

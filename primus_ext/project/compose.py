@@ -251,7 +251,11 @@ class _Step:
         self, plan: Plan, stages: Sequence[RankTrace], cluster: Cluster, shape: Shape
     ) -> None:
         self.plan, self.stages, self.shape = plan, stages, shape
-        self._cost = CostModel(cluster, host=HostTime.of(plan, cluster.accelerator))
+        self._cost = CostModel(
+            cluster, host=HostTime.of(plan, cluster.accelerator),
+            attention_kernel=str(plan.flags.get("attention_kernel", "")),
+            pipelined_tp=plan.parallelism.tp if plan.flags.get("tp_comm_overlap") else 1,
+        )  # fmt: skip
         ranks = range(shape.pp)
         known: dict[int, Any] = {}
         for trace in stages:

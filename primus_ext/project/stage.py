@@ -10,6 +10,7 @@ from primus_ext.cost.priced import CostError
 from primus_ext.project import lanes, sharded
 from primus_ext.project.ledger import Kind, Ledger, TermName
 from primus_ext.trace import (
+    LAYERS,
     Call,
     ChunkTrace,
     Collective,
@@ -123,6 +124,7 @@ class _Stream:
 
     def __init__(self, cost: CostModel, trace: RankTrace) -> None:
         self._pricer, self._ops, self._host = Pricer(cost, trace), trace.ops, cost.host
+        self._pieces = cost.pipelined_tp
 
     def run(self, calls: Sequence[Call], scope: ScopeKind | None) -> Ledger:
         """Account for the calls of one part of the model."""
@@ -133,6 +135,8 @@ class _Stream:
     def part(self, segment: Segment, calls: Sequence[Call]) -> Ledger:
         """One direction of a segment, or the time that the host needs for it."""
         ledger = self.run(calls, segment.kind)
+        if segment.kind in LAYERS:
+            _pipeline(ledger, self._pieces)
         self.issue(ledger, [(segment, calls)])
         return ledger
 
@@ -192,6 +196,19 @@ class _Stream:
         if op.family in _REMOTE and op.collective is not None:
             return _remote_term(op.collective, entry.call, entry.scope), Kind.COMMUNICATION
         return _compute_term(op, entry.call, entry.scope), _KINDS.get(op.family, Kind.MEMORY)
+
+
+def _pipeline(ledger: Ledger, pieces: int) -> None:
+    """Run a layer's tensor-parallel communication beside its products, in pieces.
+
+    Transformer Engine's userbuffers cut a gather or scatter in tp pieces, each beside the product
+    of another piece (``common/comm_gemm_overlap``): one piece shows, and what the products are too
+    short for.
+    """
+    sent = ledger.exposed.get(TermName.TENSOR, 0.0)
+    hidden = min(sent * (1 - 1 / pieces), ledger.exposed.get(TermName.GEMM, 0.0))
+    if hidden:
+        ledger.waited(TermName.TENSOR, Kind.COMMUNICATION, -hidden)
 
 
 def _compute_term(op: Op, call: Call, scope: ScopeKind | None) -> TermName:

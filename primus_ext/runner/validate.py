@@ -108,7 +108,9 @@ def _job(run: dict[str, Any]) -> _Job:
     if impossible is not None:
         raise Skipped(impossible)
     try:
-        cluster = emulation.load_cluster(nearest.accelerator, nearest.nodes, nearest.gpus_per_node)
+        cluster = emulation.load_cluster(
+            nearest.accelerator, nearest.nodes, nearest.gpus_per_node, nearest.network
+        )
     except ValueError as error:
         raise Skipped(str(error)) from error
     request = {
@@ -149,12 +151,13 @@ def project_runs(
     def told(first: str, answer: bulk.Answer) -> None:
         priced: dict[str, Projected | str] = {}
         for name in served[first]:
-            conditions = json.dumps(jobs[name].nearest.conditions, sort_keys=True)
+            nearest = jobs[name].nearest
+            conditions = json.dumps([nearest.conditions, nearest.network], sort_keys=True)
             if conditions not in priced:
                 priced[conditions] = _priced(jobs[name], answer)
             found[name] = result = priced[conditions]
             if isinstance(result, Projected):  # what was assumed of each run is its own
-                found[name] = dataclasses.replace(result, nearest=jobs[name].nearest)
+                found[name] = dataclasses.replace(result, nearest=nearest)
         progress(len(found), len(wanted), first)
 
     bulk.answers({first: jobs[first].request for first in served}, told, workers)

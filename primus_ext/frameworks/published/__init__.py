@@ -49,6 +49,7 @@ def program(run: dict[str, Any]) -> PublishedProgram:
         approximations=tuple(draft.notes),
         emulations=tuple(draft.emulations),
         conditions=dict(draft.conditions),
+        network=target.network,
     )
 
 

@@ -23,7 +23,10 @@ class PublishedProgram:
     """Modules that make the installed Megatron-LM behave like the one that ran; they go into the
     ``frameworks`` of the request."""
     conditions: dict[str, str] = dataclasses.field(default_factory=dict)
-    """Flags of the plan that the trace does not show: who issues the kernels, and when."""
+    """Flags of the plan that the trace does not show: who issues the kernels, which of several
+    kernels of one kind they are."""
+    network: dict[str, Any] = dataclasses.field(default_factory=dict)
+    """What the run states of its network, for :func:`primus_ext.cluster_data.load_cluster`."""
 
 
 @dataclasses.dataclass(slots=True)

@@ -21,6 +21,8 @@ class Habits:
     router_fusion: bool = False
     te_loss: bool = False
     """Transformer Engine's fused cross entropy."""
+    tp_comm_overlap: bool = False
+    """Whether tensor-parallel communication runs beside products."""
     states_in_bf16: bool = False
     """Whether optimizer states, and gradients, have the weights' format, with no FP32 masters."""
 
@@ -33,16 +35,20 @@ _HABITS = (
     # src/megatron/bridge/training/mixed_precision.py: every FP8 recipe but sub-channel scaling
     # src/megatron/bridge/perf_recipes: moe_router_fusion, cross_entropy_fusion_impl (before v0.6.0
     # scripts/performance/utils/{helpers,overrides}.py)
+    # perf_recipes/llama: comm_overlap.tp_comm_overlap_cfg=userbuffers_* where tp > 1
+    ("Megatron-Bridge", "llama", Habits(
+        fp8_weights=True, router_fusion=True, te_loss=True, tp_comm_overlap=True)),
     ("Megatron-Bridge", "", Habits(fp8_weights=True, router_fusion=True, te_loss=True)),
     # NVIDIA/dgxc-benchmarking grok1/grok1_314b.yaml: grad_sync_dtype bf16, fp8_params false
     ("NeMo 1.x", "grok", Habits(gradients="bf16", fp8_weights=False)),
     # NVIDIA/dgxc-benchmarking llama3.1/configure.sh: +model.fp8_params=$FP8_ENABLED; gradients as
     # nowhere said: NeMo 1.x reduces in FP32 then
     ("NeMo 1.x", "llama", Habits(gradients="fp32", fp8_weights=True)),
-    # NVIDIA/dgxc-benchmarking nemotron/nemotron4-15b-synth.yaml: neither is set
-    ("NeMo 1.x", "nemotron", Habits(gradients="fp32", fp8_weights=False)),
-    # NeMo 2.0 scripts/performance: bf16_with_fp8_mixed (fp8_params), grad_reduce_in_fp32 False
-    ("NeMo 2.0", "", Habits(gradients="bf16", fp8_weights=True)),
+    # NVIDIA/dgxc-benchmarking nemotron/nemotron4-15b-synth.yaml: neither is set; ub_tp_comm_overlap
+    ("NeMo 1.x", "nemotron", Habits(gradients="fp32", fp8_weights=False, tp_comm_overlap=True)),
+    # NeMo 2.0 scripts/performance: bf16_with_fp8_mixed (fp8_params), grad_reduce_in_fp32 False;
+    # helpers.py: tp_comm_overlap where tp > 1
+    ("NeMo 2.0", "", Habits(gradients="bf16", fp8_weights=True, tp_comm_overlap=True)),
     # AMD-AGI/Primus examples/moe_package/configs/MI355X, primus/configs/models/megatron
     ("Primus-Turbo", "deepseek", Habits(
         gradients="fp32", arguments=("--no-rope-fusion", "--no-gradient-accumulation-fusion"))),
@@ -111,12 +117,31 @@ def write_states(draft: Draft) -> None:
         draft.note("Adam of BF16 weights without masters: projected with masters of 16 more bits")
 
 
+_NEMO_1 = "NeMo 1.x"
+
+
+def expert_tensor_parallel(draft: Draft) -> int:
+    """Ranks that share an expert.
+
+    NeMo 1.x has no such knob (NVIDIA/dgxc-benchmarking grok1/grok1_314b.yaml names none): then
+    Megatron-Core shards an expert over tp.
+    """
+    parallelism = draft.run["parallelism"]
+    if _NEMO_1 in draft.framework:
+        draft.note("experts are sharded over tp: NeMo 1.x has no expert tensor parallel size")
+        return parallelism["tp"]
+    return parallelism.get("etp") or 1
+
+
 def permutation_is_fused(draft: Draft) -> bool:
     """Whether tokens are permuted by one kernel.
 
+    Not with NeMo 1.x, whose Megatron-Core (0.9) had no such kernel.
     Primus' mixture-of-experts study turns it on with its sync-free stage 1 (examples/moe_package/
     run_deepseek_v2*.sh); the steps are cumulative, in the order of its tables.
     """
+    if _NEMO_1 in draft.framework:
+        return False
     if "Primus-Turbo" not in draft.framework:
         return True
     step = str(draft.flag("cumulative_optimisations") or "")

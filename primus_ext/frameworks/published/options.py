@@ -9,7 +9,6 @@ TE_LOSS = "primus_ext.frameworks.megatron.te_loss"
 DEEPSPEED = "primus_ext.frameworks.megatron.deepspeed"
 # Flags that change time or memory and are not projected: on where their value is not in the set.
 _LEFT_OUT = (
-    (("TP_COMM_OVERLAP", "tp_comm_overlap"), "overlap of tensor-parallel communication"),
     (("DEFER_EMBEDDING_WGRAD_COMPUTE",), "deferred weight gradient of the embedding"),
     (("FP8_DPA",), "attention in FP8"),
     (("async_tp",), "asynchronous tensor parallelism"),
@@ -31,6 +30,8 @@ def write(draft: Draft) -> None:
         draft.add("--cpu-offloading-num-layers", draft.flag("activation_offload_layers"))
     _kernels(draft)
     _host(draft)
+    _attention_kernel(draft)
+    _tp_overlap(draft)
     if "DeepSpeed" in draft.framework:
         draft.emulations.append(DEEPSPEED)
         draft.note("Megatron-DeepSpeed projected as Megatron-LM that keeps what DeepSpeed keeps")
@@ -51,6 +52,30 @@ def _kernels(draft: Draft) -> None:
     elif draft.is_on("loss_fusion") is not False:
         draft.add("--cross-entropy-loss-fusion", "--cross-entropy-fusion-impl", "native")
         torchtitan.write_loss(draft)
+
+
+def _tp_overlap(draft: Draft) -> None:
+    """Tensor-parallel communication beside products, as stated or as the launcher has it."""
+    overlapped = draft.is_on("TP_COMM_OVERLAP", "tp_comm_overlap")
+    if "--sequence-parallel" not in draft.argv:
+        return
+    if overlapped is None and launchers.habits(draft).tp_comm_overlap:
+        overlapped = True
+        draft.note("tp_comm_overlap is not stated: on, as its launcher has it")
+    if overlapped:
+        draft.conditions["tp_comm_overlap"] = "1"
+
+
+def _attention_kernel(draft: Draft) -> None:
+    """Fused attention other than the one that Transformer Engine would choose today."""
+    if torchtitan.ran(draft):
+        # torch's scaled_dot_product_attention: flash-attn 2 before cuDNN's
+        draft.conditions["attention_kernel"] = "flash2"
+        draft.note("attention of torch: flash-attn 2's kernels")
+    elif "triton" in str(draft.flag("attention") or ""):
+        # a table older than torch 2.0 (March 2023) is older than flash-attn 2 (July 2023)
+        draft.conditions["attention_kernel"] = "triton"
+        draft.note("attention: FlashAttention in Triton, as LLM Foundry had it before torch 2.0")
 
 
 def _host(draft: Draft) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from primus_ext.frameworks import published_fsdp
+from primus_ext.frameworks.published import launchers
 from primus_ext.frameworks.published.draft import Draft, NotProjectable
 
 _ONE_F_ONE_B = ("1f1b", "interleaved")
@@ -34,7 +35,7 @@ def write(draft: Draft) -> None:
     if draft.run["model"].get("num_experts"):
         draft.add(
             "--expert-model-parallel-size", draft.stated(parallelism, "ep"),
-            "--expert-tensor-parallel-size", parallelism.get("etp") or 1,
+            "--expert-tensor-parallel-size", launchers.expert_tensor_parallel(draft),
         )  # fmt: skip
         if tp > 1 and "--sequence-parallel" not in draft.argv:
             draft.add("--sequence-parallel")
