@@ -66,6 +66,17 @@ def test_a_host_that_waits_for_every_kernel_adds_its_time() -> None:
     assert found.forward.seconds - ahead.forward.seconds == pytest.approx(30e-6 * calls)
 
 
+def test_a_host_that_waits_for_every_kernel_overlaps_nothing() -> None:
+    job = Job(tp=8, layers=2, asynchronous=True)
+    cluster = load_cluster("h100", 1, 8)
+    for blocking in (False, True):
+        cost = CostModel(cluster, host=host(call_s=0.0, launch_s=0.0, blocking=blocking))
+        back = stage.price(cost, trace(job, 0)).chunks[0].backward
+        name = TermName.TENSOR
+        hidden = back.busy[name] - back.exposed[name]
+        assert (hidden == pytest.approx(0.0, abs=1e-12)) == blocking, hidden
+
+
 def test_a_library_that_loops_over_kernels_is_one_call() -> None:
     ops = [Op("a", Family.MEMORY, (), (), 0, 8), Op("b", Family.HOST, (), (), 0, 8)]
     calls = [Call(i, "forward", "") for i in (0, 0, 0, 1, 0)]

@@ -125,6 +125,8 @@ class _Stream:
     def __init__(self, cost: CostModel, trace: RankTrace) -> None:
         self._pricer, self._ops, self._host = Pricer(cost, trace), trace.ops, cost.host
         self._pieces = cost.pipelined_tp
+        self._serial = cost.host is not None and cost.host.blocking
+        """Whether the host waits for every call, so that nothing runs beside anything."""
 
     def run(self, calls: Sequence[Call], scope: ScopeKind | None) -> Ledger:
         """Account for the calls of one part of the model."""
@@ -186,7 +188,7 @@ class _Stream:
             seconds=seconds,
             stream=call.stream,
             lane=lanes.DEVICE if remote is None else remote.group,
-            asynchronous=remote is not None and remote.asynchronous,
+            asynchronous=remote is not None and remote.asynchronous and not self._serial,
             # what is not in the list was over before it
             after=tuple(queue[-1 - behind] for queue, behind in waited if behind < len(queue)),
         )
