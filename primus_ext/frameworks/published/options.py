@@ -7,6 +7,7 @@ from primus_ext.frameworks.published.draft import Draft
 
 TE_LOSS = "primus_ext.frameworks.megatron.te_loss"
 DEEPSPEED = "primus_ext.frameworks.megatron.deepspeed"
+OLD_ENGINE = "primus_ext.frameworks.megatron.te_2024"
 # Flags that change time or memory and are not projected: on where their value is not in the set.
 _LEFT_OUT = (
     (("cuda_graph_impl", "cuda_graphs", "MCORE_CUDA_GRAPH", "LAYER_CUDA_GRAPH"), "CUDA graphs"),
@@ -30,6 +31,8 @@ def write(draft: Draft) -> None:
     if draft.flag("activation_offload_layers"):
         draft.add("--cpu-offloading-num-layers", draft.flag("activation_offload_layers"))
     _kernels(draft)
+    if launchers.habits(draft).old_engine:
+        draft.emulations.append(OLD_ENGINE)
     if "DeepSpeed" in draft.framework:
         draft.emulations.append(DEEPSPEED)
         draft.note("Megatron-DeepSpeed projected as Megatron-LM that keeps what DeepSpeed keeps")
