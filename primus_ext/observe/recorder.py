@@ -198,12 +198,18 @@ class Recorder(TorchDispatchMode):
         out = func(*args, **kwargs)
         if func.namespace == "prim" or (getattr(func, "is_view", False) and func not in _MADE):
             return out
+        with torch._C.DisableTorchFunction():  # other modes needn't see what is looked at here
+            self._see(func, args, kwargs, out)
+        return out
+
+    def _see(self, func: Any, args: tuple, kwargs: dict, out: Any) -> None:
+        """Note an operator that ran: what it made, and that it did."""
         produced = [t for t in tree_iter(out) if isinstance(t, torch.Tensor)]
         if self._talks_quietly and func.namespace == "c10d":
             self._note(func, args, kwargs, produced, out)
         if self._fused_depth:
             self._fused_made += [weakref.ref(t) for t in produced]
-            return out
+            return
         on_host = host_memory.made_on_host(self, args, kwargs)
         for tensor in produced:
             if on_host or not host_memory.holds(self, tensor):
@@ -213,7 +219,6 @@ class Recorder(TorchDispatchMode):
             found = found or classify.classify(func, args, kwargs, produced, self)
             if found is not None:
                 self._append(host_memory.by_host(found) if on_host else found, out)
-        return out
 
     def _note(self, func: Any, args: tuple, kwargs: dict, produced: list, out: Any) -> None:
         found = classify.classify(func, args, kwargs, produced, self)
