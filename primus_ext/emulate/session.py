@@ -40,6 +40,12 @@ def current() -> Session:
     return _current
 
 
+def imported() -> None:
+    """The program is at its entry point: garbage is collected again, but not what was imported."""
+    gc.freeze()
+    gc.enable()
+
+
 class Session:
     """Owns the request, the result file and the forks."""
 

@@ -261,7 +261,8 @@ class Recorder(TorchDispatchMode):
     ) -> None:
         """Record a kernel that torch does not dispatch; its tensors exist already."""
         if self.recording and not self._fused_depth:
-            self._append(classify.memory_op(name, inputs, outputs))
+            with torch._C.DisableTorchFunction():
+                self._append(classify.memory_op(name, inputs, outputs))
 
     @contextlib.contextmanager
     def fused(self, name: str, inputs: list[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
@@ -276,17 +277,23 @@ class Recorder(TorchDispatchMode):
             yield outputs
         finally:
             self._fused_depth -= 1
-        if self._fused_depth:
-            return
+        if not self._fused_depth:
+            with torch._C.DisableTorchFunction():
+                self._see_fused(f"fused.{name}", inputs, outputs)
+
+    def _see_fused(
+        self, name: str, inputs: list[torch.Tensor], outputs: list[torch.Tensor]
+    ) -> None:
+        """Note a kernel that several operators stand for."""
         for ref in self._fused_made:
             tensor = ref()
             if tensor is not None:
-                self.memory.track(tensor, f"fused.{name}")
+                self.memory.track(tensor, name)
         self._fused_made.clear()
         for tensor in outputs:
-            self.memory.track(tensor, f"fused.{name}")
+            self.memory.track(tensor, name)
         if self.recording:
-            self._append(classify.memory_op(f"fused.{name}", inputs, outputs))
+            self._append(classify.memory_op(name, inputs, outputs))
 
     @contextlib.contextmanager
     def silent(self) -> Iterator[None]:
