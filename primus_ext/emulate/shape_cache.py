@@ -131,7 +131,7 @@ def _describe(mode: FakeTensorMode, args: Iterable[Any], found: list[Any]) -> No
 
 
 def _describe_shapes(mode: FakeTensorMode, args: Iterable[Any], found: list[Any]) -> None:
-    """As :func:`_describe`, for operators that look at no values: those of the host may come too."""
+    """As :func:`_describe`, for operators that look at no values: tensors may have some."""
     for arg in args:
         kind = type(arg)
         if kind is torch.Tensor or (kind is FakeTensor and arg.constant is not None):
