@@ -206,7 +206,8 @@ def _short(answer: str) -> str:
     """What the answer of a side that gave no peaks comes to."""
     if answer == NOT_RUN:
         return "not run yet"
-    return next((words for sign, words in NO_PEAKS.items() if sign in answer), "")
+    known = next((words for sign, words in NO_PEAKS.items() if sign in answer), None)
+    return known or f"not explained: {answer.strip().splitlines()[0] if answer.strip() else '-'}"
 
 
 NO_PEAKS = {

@@ -100,10 +100,18 @@ def shape(draw: random.Random, model: str) -> dict[str, Any]:
     return {"name": name, "arguments": arguments, "pp_rank": 1}
 
 
-def point(draw: random.Random) -> tuple[int, int]:
-    """A random microbatch and sequence length, most of them aligned."""
-    unit = draw.choice([BASE, BASE, 128, 16])
-    return draw.randint(1, 16), unit * draw.randint(1, 8 * BASE // unit)
+def point(draw: random.Random, asked: dict[str, Any]) -> tuple[int, int]:
+    """A random microbatch and sequence length, most of them aligned, that the shape can run.
+
+    With FP8 the tokens of a rank are a multiple of 16: Transformer Engine takes no other tensors.
+    """
+    arguments = asked["arguments"]
+    split = arguments["tensor_model_parallel_size"] * arguments["context_parallel_size"]
+    while True:
+        unit = draw.choice([BASE, BASE, 128, 16])
+        mbs, seq = draw.randint(1, 16), unit * draw.randint(1, 8 * BASE // unit)
+        if "fp8" not in arguments or mbs * seq % (16 * split) == 0:
+            return mbs, seq
 
 
 def run(model: str, asked: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -213,7 +221,7 @@ def main() -> int:
         count = max(1, options.points // len(options.models) // options.per_shape)
         asked = [shape(draw, model) for _ in range(count)]
         for one in asked:
-            one["points"] = [*POINTS, *(point(draw) for _ in range(options.per_shape))]
+            one["points"] = [*POINTS, *(point(draw, one) for _ in range(options.per_shape))]
         for one, result in zip(asked, checked(model, asked, options.state), strict=True):
             total += result
             lines.append(f"| {one['name']} | {', '.join(f'{k}: {v}' for k, v in result.items())} |")

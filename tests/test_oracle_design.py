@@ -88,3 +88,10 @@ def test_no_difference_of_the_table_is_unexplained_but_the_open_ones() -> None:
 
 def test_the_table_holds_every_configuration() -> None:
     assert len(table()) == sum(oracle.stage_count(entry) for entry in ENTRIES)
+
+
+def test_a_failure_that_nobody_explained_says_what_it_was() -> None:
+    row = {"virtual": 1, "real": "the job could not be traced: KeyError: 'x'\nmore"}
+    row |= {"composed": 1, "virtual - composed": 0, "real - virtual": ""}
+    told = oracle.reason({"id": "m1"}, row)
+    assert told == "not explained: the job could not be traced: KeyError: 'x'"

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from primus_ext.cluster_data import load_cluster
-from primus_ext.project import inflight, memory
+from primus_ext.project import inflight, memory, shortfall
 from primus_ext.project.compose import schedule_shape
 from primus_ext.project.programs import Shape
 from primus_ext.project.result import MemoryParts, RoleMemory
@@ -202,6 +202,44 @@ def test_verdicts_follow_the_capacity() -> None:
     assert verdict(role.reserved_bytes - 1) == "at_risk"
     assert verdict(role.reserved_bytes) == "fits"
     assert role.reserved_bytes == int(peak * (1 + memory.SLACK)) + sum(role.outside.values())
+
+
+@pytest.mark.parametrize(
+    ("name", "experts", "dispatcher", "missing"),
+    [
+        ("h100", 8, "alltoall", 0.0),
+        ("mi355x", 0, "alltoall", 0.0),
+        ("mi355x", 8, "flex", shortfall.MISSING["flex"]),
+        ("mi300x", 8, "allgather", shortfall.MISSING["alltoall"]),
+    ],
+)
+def test_experts_on_amd_are_at_risk_where_published_runs_took_more(
+    name: str, experts: int, dispatcher: str, missing: float
+) -> None:
+    job = Job(dp=8, microbatches=1)
+    asked = plan(job)
+    asked = dataclasses.replace(
+        asked, model=dataclasses.replace(asked.model, num_experts=experts),
+        flags={**asked.flags, "moe_token_dispatcher_type": dispatcher},
+    )  # fmt: skip
+    target = load_cluster(name, 1, 8)
+
+    def judge(capacity: float) -> memory.Memory:
+        hbm = dataclasses.replace(target.accelerator.hbm_bytes, value=capacity)
+        sized = dataclasses.replace(target.accelerator, hbm_bytes=hbm)
+        return memory.verdict(
+            asked, [trace(job, 0)], dataclasses.replace(target, accelerator=sized),
+            Shape(pp=1, microbatches=1),
+        )  # fmt: skip
+
+    reserved = judge(1e15).per_role[0].reserved_bytes
+    needed = int(reserved / (1 - missing)) + 1
+    assert judge(needed).verdict == "fits" and judge(needed).notes == ()
+    below = judge(reserved)
+    assert below.verdict == ("at_risk" if missing else "fits")
+    assert ["for reasons not known" in note for note in below.notes] == ([True] if missing else [])
+    if missing:
+        assert judge(needed - 2).verdict == "at_risk"
 
 
 def test_roles_are_named_by_what_they_hold() -> None:

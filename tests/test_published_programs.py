@@ -276,3 +276,35 @@ def test_nemo_1_shards_experts_over_tp_and_overlaps_what_its_recipe_says() -> No
     dense = run(model={"arch_key": "nemotron4-15b"}, software={"framework": "NeMo 1.x"},
                 parallelism={"tp": 4, "sequence_parallel": True})  # fmt: skip
     assert published.program(dense).conditions["tp_comm_overlap"] == "1"
+
+
+def test_automodel_shards_what_is_no_expert() -> None:
+    """parallelize_model of NeMo AutoModel: FSDP2 over all ranks, experts by expert parallelism."""
+    sharded = {"tp": 1, "pp": 1, "ep": 8, "dp": 8, "fsdp": True, "distributed_optimizer": None}
+    software = {"framework": "NeMo AutoModel (PyTorch FSDP2)"}
+    nearest = published.program(run(software=software, parallelism=sharded))
+    found = options(nearest.argv)
+    assert found["--data-parallel-sharding-strategy"] == ["optim_grads_params"]
+    assert found["--megatron-fsdp-main-params-dtype"] == ["auto"]  # Adam of the BF16 parameters
+    assert not any("masters of 16 more bits" in note for note in nearest.approximations)
+    assert any("no expert parallelism in Megatron" in note for note in nearest.approximations)
+    staged = published.program(run(software=software, parallelism={**sharded, "pp": 2, "dp": 4}))
+    assert "--use-megatron-fsdp" not in staged.argv  # Megatron-FSDP has no stages
+
+
+@pytest.mark.parametrize(
+    ("framework", "family", "in_bf16", "old"),
+    [
+        ("NeMo / Megatron-Core", "llama3-8b", True, False),  # MLPerf 5.1: pretrain.py
+        ("NeMo / Megatron-Core", "gpt3-175b", False, True),  # MLPerf 3.1 and 4.1
+        ("NeMo 1.x (Megatron)", "llama3-8b", False, True),  # nemo:24.09
+        ("NeMo 2.0", "llama3-8b", True, False),
+    ],
+)
+def test_what_nvidias_launchers_set(framework: str, family: str, in_bf16: bool, old: bool) -> None:
+    model = {"num_experts": 0, "mla": None, "arch_key": family}
+    nearest = published.program(
+        run(software={"framework": framework}, model=model, precision={"grad_reduce": None})
+    )
+    assert ("--grad-reduce-in-bf16" in nearest.argv) == in_bf16
+    assert ("primus_ext.frameworks.megatron.te_2024" in nearest.emulations) == old

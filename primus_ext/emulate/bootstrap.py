@@ -6,6 +6,7 @@ everything is installed here, before the first import of the user's program.
 
 from __future__ import annotations
 
+import gc
 import importlib
 import json
 import os
@@ -105,7 +106,13 @@ def _left(session: sessions.Session, leaving: SystemExit) -> None:
 
 
 def install(request: dict[str, Any]) -> None:
-    """Put the virtual world in place; before anything of the frameworks is imported."""
+    """Put the virtual world in place; before anything of the frameworks is imported.
+
+    No garbage is collected until the program reaches its entry point
+    (:func:`primus_ext.emulate.session.imported`): what is imported stays, and looking through it
+    again and again is a fifth of the time that it takes.
+    """
+    gc.disable()
     from primus_ext.emulate import (
         apex_wgrad,
         deep_ep,

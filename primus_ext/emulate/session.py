@@ -40,6 +40,12 @@ def current() -> Session:
     return _current
 
 
+def imported() -> None:
+    """The program is at its entry point: garbage is collected again, but not what was imported."""
+    gc.freeze()
+    gc.enable()
+
+
 class Session:
     """Owns the request, the result file and the forks."""
 
@@ -151,7 +157,7 @@ def _run_and_leave(work: Callable[[], Any], path: Path) -> None:
         judgement = judgement_of(error)
         answer = ("program", judgement)
         if judgement is None:
-            answer = ("internal", f"{type(error).__name__}: {error}")
+            answer = ("internal", f"{type(error).__name__}: {error}{_place_of(error)}")
         if not isinstance(error, ProgramError):
             traceback.print_exc()
     try:
@@ -161,6 +167,16 @@ def _run_and_leave(work: Callable[[], Any], path: Path) -> None:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)
+
+
+def _place_of(error: BaseException) -> str:
+    """Where a defect showed: `` (in MODULE, FUNCTION)``; '' where nothing of it is known."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    if not frames:
+        return ""
+    return f" (in {frames[-1].f_globals.get('__name__')}, {frames[-1].f_code.co_name})"
 
 
 _JUDGEMENTS = (AssertionError, ValueError, ImportError)

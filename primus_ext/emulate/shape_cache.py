@@ -2,8 +2,11 @@
 
 Torch's fake-tensor mode has such a cache, but spends most of an emulation's time on it: its keys
 and results allow for symbolic and sparse tensors and what else there is.  Here the usual case is
-short.  What may be remembered is still torch's judgement, but for our own opaque operators and for
-views that come as a list, of which it knows too little.
+short.  What may be remembered is still torch's judgement, but for opaque operators and for views
+that come as a list, of which it knows too little.
+
+Where in its storage an argument begins is no part of a key: weights and gradients are views of one
+buffer, each at another place.  A view begins as far behind its argument whatever that place is.
 """
 
 from __future__ import annotations
@@ -17,9 +20,13 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 _torch: Any = fake_tensor
 """Its cache has no public interface: the names are those of torch 2.14."""
-_OURS = frozenset({"primus_te", "primus_flash", "primus_apex", "primus_mamba"})
-"""Namespaces of operators whose results are new tensors, given by the shapes of the arguments."""
+_OPAQUE = frozenset({"primus_te", "primus_flash", "primus_apex", "primus_mamba", "te_moe"})
+"""Namespaces of operators, ours and Transformer Engine's, whose results are new tensors, given by
+the shapes of the arguments, whatever their values."""
 _aten = torch.ops.aten
+_SLICE = _aten.slice.Tensor
+_ABSOLUTE = frozenset({_aten.as_strided.default})
+"""Views that say themselves where in the storage they begin."""
 _VIEWS = frozenset(
     {_aten.split.Tensor, _aten.split_with_sizes.default, _aten.unbind.int, _aten.chunk.default}
 )
@@ -44,6 +51,7 @@ class _Made(NamedTuple):
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     offset: int
+    """Behind that of ``source``, of a slice behind its first element; 0 in a storage of its own."""
     dtype: torch.dtype
     requires_grad: bool
 
@@ -82,7 +90,14 @@ def key(mode: FakeTensorMode, func: Any, args: tuple, kwargs: dict[str, Any]) ->
         return None
     found: list[Any] = [func, torch.get_default_dtype()]
     try:
-        _describe(mode, args, found)
+        if func is _SLICE:
+            args = (args[0], *_span(*args)[:2])
+        elif func in _ABSOLUTE:
+            found.append(args[0].storage_offset())
+        if func.namespace in _OPAQUE:
+            _describe_shapes(mode, args, found)
+        else:
+            _describe(mode, args, found)
         if kwargs:
             found.append(tuple(kwargs))
             _describe(mode, kwargs.values(), found)
@@ -102,9 +117,7 @@ def _describe(mode: FakeTensorMode, args: Iterable[Any], found: list[Any]) -> No
                 or arg.dtype.is_complex
             ):
                 raise _NoKey
-            found.append(
-                (arg.shape, arg.stride(), arg.dtype, arg.storage_offset(), arg.requires_grad)
-            )
+            found.append((arg.shape, arg.stride(), arg.dtype, arg.requires_grad))
         elif kind in _PLAIN:
             found.append(arg)
         elif kind is bool or kind is float:  # True, 1 and 1.0 are equal as keys
@@ -115,6 +128,45 @@ def _describe(mode: FakeTensorMode, args: Iterable[Any], found: list[Any]) -> No
             found.append(tuple(inner))
         else:
             raise _NoKey
+
+
+def _describe_shapes(mode: FakeTensorMode, args: Iterable[Any], found: list[Any]) -> None:
+    """As :func:`_describe`, for operators that look at no values: tensors may have some."""
+    for arg in args:
+        kind = type(arg)
+        if kind is torch.Tensor or (kind is FakeTensor and arg.constant is not None):
+            if arg.dtype.is_complex or (kind is FakeTensor and arg.fake_mode is not mode):
+                raise _NoKey
+            found.append((kind, arg.shape, arg.stride(), arg.dtype, arg.requires_grad))
+        elif kind is list or kind is tuple:
+            inner: list[Any] = []
+            _describe_shapes(mode, arg, inner)
+            found.append(tuple(inner))
+        else:
+            _describe(mode, (arg,), found)
+
+
+def _span(
+    tensor: torch.Tensor, dim: int = 0, start: Any = None, end: Any = None, step: Any = 1
+) -> tuple[int, int, int]:
+    """Dimension, elements and first element of a slice; its arguments as they were given.
+
+    Raises:
+        _NoKey: It has other steps than one, or bounds that are no numbers.
+    """
+    if step != 1 or not {type(dim), type(start), type(end)} <= {int, type(None)}:
+        raise _NoKey
+    dim += tensor.dim() if dim < 0 else 0
+    first, last, _ = slice(start, end).indices(tensor.shape[dim])
+    return dim, max(last - first, 0), first
+
+
+def _ahead(func: Any, args: tuple) -> int:
+    """How far behind its argument a slice begins, in elements; 0 for other operators."""
+    if func is not _SLICE:
+        return 0
+    dim, _, first = _span(*args)
+    return first * args[0].stride(dim)
 
 
 def recall(mode: FakeTensorMode, known: tuple, args: tuple) -> Any:
@@ -130,12 +182,13 @@ def recall(mode: FakeTensorMode, known: tuple, args: tuple) -> Any:
         return UNKNOWN
     kind, parts = result
     with torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch():
+        ahead = _ahead(known[0], args)
         if kind is FakeTensor:
-            return _make(mode, parts[0], args)
-        return kind([_make(mode, part, args) for part in parts])
+            return _make(mode, parts[0], args, ahead)
+        return kind([_make(mode, part, args, ahead) for part in parts])
 
 
-def _make(mode: FakeTensorMode, made: _Made | None, args: tuple) -> Any:
+def _make(mode: FakeTensorMode, made: _Made | None, args: tuple, ahead: int) -> Any:
     if made is None:
         return None
     source, same, shape, stride, offset, dtype, requires_grad = made
@@ -145,8 +198,8 @@ def _make(mode: FakeTensorMode, made: _Made | None, args: tuple) -> Any:
         shape, stride, dtype=dtype, device=_META, requires_grad=requires_grad
     )
     if source >= 0:
-        storage = args[source].untyped_storage()
-        bare.set_(storage, offset, shape, stride)
+        behind = args[source].storage_offset() + ahead
+        bare.set_(args[source].untyped_storage(), behind + offset, shape, stride)
     fake = torch.Tensor._make_subclass(
         FakeTensor, bare, requires_grad, dispatch_device=True, device_for_backend_keys=_CPU
     )
@@ -189,7 +242,7 @@ def learn(
     _known[known] = None
     if func in _VIEWS:
         source = 0
-    elif func.namespace in _OURS:
+    elif func.namespace in _OPAQUE:
         source = -1
     elif _is_kept_by_torch(mode, func, args, kwargs):
         tensors = [i for i, arg in enumerate(args) if isinstance(arg, torch.Tensor)]
@@ -199,7 +252,8 @@ def learn(
     kind = type(out) if type(out) in (tuple, list) else FakeTensor
     outputs = (out,) if kind is FakeTensor else out
     if all(t is None or _is_ordinary(t, mode) for t in outputs):
-        parts = [None if t is None else _made(t, args, source) for t in outputs]
+        ahead = _ahead(func, args)
+        parts = [None if t is None else _made(t, args, source, ahead) for t in outputs]
         if all(_is_whole(t, part) for t, part in zip(outputs, parts, strict=True)):
             _known[known] = _Result(kind, tuple(parts))
 
@@ -227,14 +281,15 @@ def _is_ordinary(tensor: Any, mode: FakeTensorMode) -> bool:
     )
 
 
-def _made(tensor: torch.Tensor, args: tuple, source: int) -> _Made:
+def _made(tensor: torch.Tensor, args: tuple, source: int, ahead: int) -> _Made:
     same = [i for i, arg in enumerate(args) if arg is tensor]
+    begin = args[source].storage_offset() + ahead if source >= 0 else 0
     return _Made(
         source=same[0] if same else source,
         same=bool(same),
         shape=tuple(tensor.shape),
         stride=tensor.stride(),
-        offset=int(tensor.storage_offset()),
+        offset=0 if same else int(tensor.storage_offset()) - begin,
         dtype=tensor.dtype,
         requires_grad=tensor.requires_grad,
     )

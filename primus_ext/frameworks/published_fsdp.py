@@ -1,7 +1,9 @@
 """Published runs whose parameters were sharded over the data-parallel ranks, as Megatron runs it.
 
 Torch FSDP (1 and 2), DeepSpeed's ZeRO-3 and MaxText's FSDP become torch FSDP2; Megatron-FSDP stays
-what it is.  Where Megatron can't shard parameters the run becomes a distributed optimizer.
+what it is.  Megatron runs torch FSDP2 without expert parallelism, which NeMo AutoModel has beside
+it; that becomes Megatron-FSDP.  Where Megatron can't shard parameters the run becomes a distributed
+optimizer.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ _MEGATRON_FSDP = (
     "--ckpt-format", "fsdp_dtensor", "--use-distributed-optimizer",
     "--no-gradient-accumulation-fusion",
 )  # fmt: skip
+_EXPERTS = "expert parallelism"
 
 
 def is_sharded(parallelism: dict[str, Any]) -> bool:
@@ -39,6 +42,12 @@ def arguments(run: dict[str, Any], notes: list[str]) -> list[str] | None:
     if "megatron" in str(details.get("kind")):
         return [*_MEGATRON_FSDP, *_instances(parallelism, details)]
     refused = _refused(run)
+    if refused == _EXPERTS and "AutoModel" in str(run.get("software", {}).get("framework")):
+        notes.append(
+            "FSDP2 with experts beside it as Megatron-FSDP without FP32 parameters: torch FSDP2 "
+            f"has no {refused} in Megatron"
+        )
+        return [*_MEGATRON_FSDP, "--megatron-fsdp-main-params-dtype", "auto"]
     if refused:
         notes.append(
             f"FSDP projected as a distributed optimizer (parameters not sharded): "
@@ -76,7 +85,7 @@ def _refused(run: dict[str, Any]) -> str:
     if (parallelism.get("pp") or 1) > 1:
         return "pipeline parallelism"
     if (parallelism.get("ep") or 1) > 1:
-        return "expert parallelism"
+        return _EXPERTS
     return "fp16" if run["precision"]["compute"] == "fp16" else ""
 
 

@@ -198,12 +198,18 @@ class Recorder(TorchDispatchMode):
         out = func(*args, **kwargs)
         if func.namespace == "prim" or (getattr(func, "is_view", False) and func not in _MADE):
             return out
+        with torch._C.DisableTorchFunction():  # other modes needn't see what is looked at here
+            self._see(func, args, kwargs, out)
+        return out
+
+    def _see(self, func: Any, args: tuple, kwargs: dict, out: Any) -> None:
+        """Note an operator that ran: what it made, and that it did."""
         produced = [t for t in tree_iter(out) if isinstance(t, torch.Tensor)]
         if self._talks_quietly and func.namespace == "c10d":
             self._note(func, args, kwargs, produced, out)
         if self._fused_depth:
             self._fused_made += [weakref.ref(t) for t in produced]
-            return out
+            return
         on_host = host_memory.made_on_host(self, args, kwargs)
         for tensor in produced:
             if on_host or not host_memory.holds(self, tensor):
@@ -213,7 +219,6 @@ class Recorder(TorchDispatchMode):
             found = found or classify.classify(func, args, kwargs, produced, self)
             if found is not None:
                 self._append(host_memory.by_host(found) if on_host else found, out)
-        return out
 
     def _note(self, func: Any, args: tuple, kwargs: dict, produced: list, out: Any) -> None:
         found = classify.classify(func, args, kwargs, produced, self)
@@ -256,7 +261,8 @@ class Recorder(TorchDispatchMode):
     ) -> None:
         """Record a kernel that torch does not dispatch; its tensors exist already."""
         if self.recording and not self._fused_depth:
-            self._append(classify.memory_op(name, inputs, outputs))
+            with torch._C.DisableTorchFunction():
+                self._append(classify.memory_op(name, inputs, outputs))
 
     @contextlib.contextmanager
     def fused(self, name: str, inputs: list[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
@@ -271,17 +277,23 @@ class Recorder(TorchDispatchMode):
             yield outputs
         finally:
             self._fused_depth -= 1
-        if self._fused_depth:
-            return
+        if not self._fused_depth:
+            with torch._C.DisableTorchFunction():
+                self._see_fused(f"fused.{name}", inputs, outputs)
+
+    def _see_fused(
+        self, name: str, inputs: list[torch.Tensor], outputs: list[torch.Tensor]
+    ) -> None:
+        """Note a kernel that several operators stand for."""
         for ref in self._fused_made:
             tensor = ref()
             if tensor is not None:
-                self.memory.track(tensor, f"fused.{name}")
+                self.memory.track(tensor, name)
         self._fused_made.clear()
         for tensor in outputs:
-            self.memory.track(tensor, f"fused.{name}")
+            self.memory.track(tensor, name)
         if self.recording:
-            self._append(classify.memory_op(f"fused.{name}", inputs, outputs))
+            self._append(classify.memory_op(name, inputs, outputs))
 
     @contextlib.contextmanager
     def silent(self) -> Iterator[None]:

@@ -6,7 +6,15 @@ from collections.abc import Sequence
 
 from primus_ext.cluster import Cluster
 from primus_ext.plan import Plan
-from primus_ext.project import allocator_config, host, inflight, outside, sharded, tight
+from primus_ext.project import (
+    allocator_config,
+    host,
+    inflight,
+    outside,
+    sharded,
+    shortfall,
+    tight,
+)
 from primus_ext.project.footprint import Replayed, footprint, replayable
 from primus_ext.project.programs import Shape
 from primus_ext.project.result import Memory, MemoryParts, RoleMemory
@@ -137,7 +145,9 @@ def verdict(
 
     ``oom``: the tensors and what lies beside them need more than there is.
     ``at_risk``: they fit, but not with what the allocator reserves.  It gives unused segments back
-    when the device has no more, so such a job may run; pieces of segments stay lost.
+    when the device has no more, so such a job may run; pieces of segments stay lost.  At risk is
+    also what published runs of its kind took more than is projected, see
+    :mod:`primus_ext.project.shortfall`.
     """
     roles = per_role(plan, stages, cluster, shape)
     capacity = int(cluster.accelerator.hbm_bytes.value)
@@ -146,8 +156,9 @@ def verdict(
     word = "oom" if least > capacity else "fits"
     if word == "fits" and roles[heaviest].reserved_bytes > capacity:
         word = "at_risk"
+    missing = shortfall.sentences(plan, cluster, roles, capacity) if word == "fits" else []
     return Memory(
-        verdict=word,
+        verdict="at_risk" if missing else word,
         capacity_bytes=capacity,
         binding_role=roles[heaviest].role,
         per_role=roles,
@@ -155,6 +166,7 @@ def verdict(
             *_disagreements(roles),
             *_built_too_large(roles, capacity),
             *(_at_risk(plan, stages, cluster, shape, roles) if word == "at_risk" else ()),
+            *missing,
         ),
     )
 

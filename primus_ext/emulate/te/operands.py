@@ -67,7 +67,8 @@ def operand(tensor: Any, rowwise: bool) -> Operand:
     """
     storage = _storage_kind(tensor)
     if storage is None:
-        return Operand(tensor, None, None, PLAIN, False, tuple(tensor.shape), tensor.dtype)
+        with torch._C.DisableTorchFunction():  # other modes needn't see what is looked at here
+            return Operand(tensor, None, None, PLAIN, False, tuple(tensor.shape), tensor.dtype)
     if storage == "Float8TensorStorage":
         return _per_tensor(tensor, rowwise)
     return _block_scaled(tensor, rowwise, storage)

@@ -87,12 +87,12 @@ def group_for_gemm(
     the GEMM is launched, as the extension does.
     """
     pairs = zip(group, tensors, strict=True)
-    pending = [x for x, t in pairs if x.data.numel() and _needs_swizzle(x, t)]
+    pending = [x for x, t in pairs if _needs_swizzle(x, t) and x.data.numel()]
     held: list[torch.Tensor | None] = []
     if pending:
         scales = [x.scale_inv for x in pending]
         held.append(_swizzle_scales_group(scales, format=pending[0].format))
-    held += [for_gemm(x, None)[1] for x in group if x.data.numel() and _broadcasts(x)]
+    held += [for_gemm(x, None)[1] for x in group if _broadcasts(x) and x.data.numel()]
     return group, held
 
 

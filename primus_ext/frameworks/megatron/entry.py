@@ -38,6 +38,7 @@ def _pretrain(module: Any) -> None:
     original = module.pretrain
 
     def pretrain(*args: Any, **kwargs: Any) -> None:
+        session.imported()
         unfit = releases.problem()
         if unfit is not None and not releases.allowed():
             session.current().fail(session.EXIT_CONFIG, unfit)

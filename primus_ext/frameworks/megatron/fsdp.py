@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_iter
 
+from primus_ext.emulate import deep_ep
 from primus_ext.frameworks.megatron import (
     memory,
     microbatch,
@@ -199,6 +200,7 @@ class _Step:
             optimizer=sizes.optimizer,
             workspaces=sizes.workspaces,
             step_peak_bytes=self._peak - sizes.total,
+            libraries=deep_ep.held_bytes(),
         )
 
 

@@ -13,6 +13,8 @@ from collections.abc import Callable, Iterator, Sequence
 from fractions import Fraction
 from typing import Any
 
+import torch
+
 from primus_ext.frameworks.megatron import (
     microbatch,
     parts,
@@ -119,13 +121,14 @@ class _Visits:
     """Microbatches at one point after another.
 
     The first one of a size may fill caches (offsets of sequences, rope's tables), and then leaves
-    tensors that later ones don't.
+    tensors that later ones don't.  Most go by the length of the sequences: a forward fills them.
     """
 
     def __init__(self, recorder: Recorder, make: Callable[..., Any]) -> None:
         self._recorder, self._make = recorder, make
         self.saved: list[dict[str, int]] = []
         """Of the recordings that were returned."""
+        self._lengths: set[int] = set()
         self._usual: list[tuple[str, str, str]] | None = None
         """Op, module and phase of what a microbatch leaves that fills no cache."""
 
@@ -133,6 +136,9 @@ class _Visits:
         """What a microbatch of this size is once caches are filled."""
         if self._usual is None:
             microbatch.record(self._make, self._recorder.memory, 0, [], first=True)
+        elif point[1] not in self._lengths:
+            self._fill_caches()
+        self._lengths.add(point[1])
         found, chunk = self._visit(point)
         left = _left(self._recorder, chunk)
         if self._usual is None:
@@ -141,6 +147,12 @@ class _Visits:
             found, chunk = self._visit(point)
         self.saved.append(_saved(self._recorder, chunk))
         return found
+
+    def _fill_caches(self) -> None:
+        memory = self._recorder.memory
+        memory.mark()
+        with memory.logs.inner(passing=True), torch.no_grad():
+            self._make([]).forward()
 
     def _visit(self, point: Point) -> tuple[Recording, ChunkTrace]:
         recorder = self._recorder

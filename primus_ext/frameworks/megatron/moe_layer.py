@@ -130,6 +130,7 @@ def _iteration(
 def main() -> None:
     """Answer the request that started this process."""
     active = session.current()
+    session.imported()
     active.finish(run(json.loads(sys.argv[1]), active.request), None, [])
 
 

@@ -118,6 +118,8 @@ def run(
     initialization._compile_dependencies = lambda: None  # the data set index builder
     training.initialize_megatron = lambda *a, **k: initialize(*a, **{**k, "allow_no_cuda": True})
     training.setup_model_and_optimizer = setup_in_world
+    if not args.enable_ft_package:  # it reads the whole command line again to see that
+        training.ft_integration.setup = lambda: None
     training.set_jit_fusion_options = lambda *a, **k: None  # warms kernels up, changes nothing
     training.build_train_valid_test_data_iterators = no_data
     training.train = in_place_of_training

@@ -25,6 +25,8 @@ class Habits:
     """Whether tensor-parallel communication runs beside products."""
     states_in_bf16: bool = False
     """Whether optimizer states, and gradients, have the weights' format, with no FP32 masters."""
+    old_engine: bool = False
+    """Whether its Transformer Engine is from before April 2025; see the emulation of that."""
 
 
 # Words in the name of the framework, words in the name of the architecture, what is set.
@@ -40,15 +42,23 @@ _HABITS = (
         fp8_weights=True, router_fusion=True, te_loss=True, tp_comm_overlap=True)),
     ("Megatron-Bridge", "", Habits(fp8_weights=True, router_fusion=True, te_loss=True)),
     # NVIDIA/dgxc-benchmarking grok1/grok1_314b.yaml: grad_sync_dtype bf16, fp8_params false
-    ("NeMo 1.x", "grok", Habits(gradients="bf16", fp8_weights=False)),
+    # (all of these ran in containers of 2024, nvcr.io/nvidia/nemo:24.09 to 24.12)
+    ("NeMo 1.x", "grok", Habits(gradients="bf16", fp8_weights=False, old_engine=True)),
     # NVIDIA/dgxc-benchmarking llama3.1/configure.sh: +model.fp8_params=$FP8_ENABLED; gradients as
-    # nowhere said: NeMo 1.x reduces in FP32 then
-    ("NeMo 1.x", "llama", Habits(gradients="fp32", fp8_weights=True)),
+    # nowhere said (NVIDIA/NeMo-Framework-Launcher conf/training/llama/llama3_1_8b.yaml either):
+    # NeMo 1.x reduces in FP32 then
+    ("NeMo 1.x", "llama", Habits(gradients="fp32", fp8_weights=True, old_engine=True)),
     # NVIDIA/dgxc-benchmarking nemotron/nemotron4-15b-synth.yaml: neither is set; ub_tp_comm_overlap
-    ("NeMo 1.x", "nemotron", Habits(gradients="fp32", fp8_weights=False, tp_comm_overlap=True)),
+    ("NeMo 1.x", "nemotron", Habits(
+        gradients="fp32", fp8_weights=False, tp_comm_overlap=True, old_engine=True)),
     # NeMo 2.0 scripts/performance: bf16_with_fp8_mixed (fp8_params), grad_reduce_in_fp32 False;
     # helpers.py: tp_comm_overlap where tp > 1
     ("NeMo 2.0", "", Habits(gradients="bf16", fp8_weights=True, tp_comm_overlap=True)),
+    # mlcommons/training_results_v5.1 Cisco/benchmarks/llama31_8b/implementations/nemo/pretrain.py
+    # (NVIDIA's): grad_reduce_in_fp32=False, of the precision and of the data parallelism
+    ("NeMo / Megatron-Core", "llama", Habits(gradients="bf16")),
+    # MLPerf Training v3.1 and v4.1, containers of 2023 and 2024
+    ("NeMo / Megatron-Core", "gpt3", Habits(old_engine=True)),
     # AMD-AGI/Primus examples/moe_package/configs/MI355X, primus/configs/models/megatron
     ("Primus-Turbo", "deepseek", Habits(
         gradients="fp32", arguments=("--no-rope-fusion", "--no-gradient-accumulation-fusion"))),
@@ -114,7 +124,10 @@ def write_states(draft: Draft) -> None:
             "--use-precision-aware-optimizer", "--main-grads-dtype", "bf16",
             "--exp-avg-dtype", "bf16", "--exp-avg-sq-dtype", "bf16",
         )  # fmt: skip
-        draft.note("Adam of BF16 weights without masters: projected with masters of 16 more bits")
+        if "--megatron-fsdp-main-params-dtype" not in draft.argv:
+            draft.note(
+                "Adam of BF16 weights without masters: projected with masters of 16 more bits"
+            )
 
 
 _NEMO_1 = "NeMo 1.x"

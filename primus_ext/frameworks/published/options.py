@@ -7,6 +7,7 @@ from primus_ext.frameworks.published.draft import Draft
 
 TE_LOSS = "primus_ext.frameworks.megatron.te_loss"
 DEEPSPEED = "primus_ext.frameworks.megatron.deepspeed"
+OLD_ENGINE = "primus_ext.frameworks.megatron.te_2024"
 # Flags that change time or memory and are not projected: on where their value is not in the set.
 _LEFT_OUT = (
     (("DEFER_EMBEDDING_WGRAD_COMPUTE",), "deferred weight gradient of the embedding"),
@@ -32,6 +33,8 @@ def write(draft: Draft) -> None:
     _host(draft)
     _attention_kernel(draft)
     _tp_overlap(draft)
+    if launchers.habits(draft).old_engine:
+        draft.emulations.append(OLD_ENGINE)
     if "DeepSpeed" in draft.framework:
         draft.emulations.append(DEEPSPEED)
         draft.note("Megatron-DeepSpeed projected as Megatron-LM that keeps what DeepSpeed keeps")
