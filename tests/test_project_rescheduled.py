@@ -14,6 +14,7 @@ from rich.console import Console
 from primus_ext.cluster_data import load_cluster
 from primus_ext.cost.model import CostModel
 from primus_ext.project import beside, comparison, compose, estimated, stage
+from primus_ext.project.kept import Kept
 from primus_ext.project.programs import ScheduleError, Shape
 from primus_ext.project.rescheduled import Rescheduled
 from primus_ext.project.result import Projection
@@ -34,7 +35,7 @@ def projected(job: Job, schedule: str | None = "all") -> Projection:
 def in_parts(job: Job) -> comparison.Job:
     stages = compose.stage_traces(plan(job), traces(job), CLUSTER)
     shape = compose.schedule_shape(plan(job))
-    return comparison.job_of(plan(job), stages, CostModel(CLUSTER), shape)
+    return comparison.job_of(plan(job), stages, Kept(CLUSTER), shape)
 
 
 @pytest.mark.parametrize("vpp", [1, 2])
@@ -256,7 +257,7 @@ def test_fsdp_is_refused() -> None:
         for t in traces(JOB)
     ]  # fmt: skip
     with pytest.raises(ScheduleError, match=r"not legal with sharded parameters \(FSDP\)"):
-        comparison.job_of(plan(JOB), recorded, CostModel(CLUSTER), Shape(pp=4, microbatches=8))
+        comparison.job_of(plan(JOB), recorded, Kept(CLUSTER), Shape(pp=4, microbatches=8))
 
 
 def with_experts(job: Job) -> tuple:

@@ -52,6 +52,8 @@ class ChunkTimes:
     weight: float = 0.0
     """Seconds of the backward that compute weight gradients, which nothing else waits for: its
     products of layout nt.  Recomputation is none of them."""
+    segments: tuple[ChunkTimes, ...] = ()
+    """One occurrence of each segment; empty where segments overlap each other (FSDP)."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -130,12 +132,19 @@ class _Stream:
         self.account([_Entry(call, scope, ledger) for call in calls])
         return ledger
 
-    def weight(self, chunk: ChunkTrace) -> float:
-        """Seconds of a chunk's weight gradients."""
+    def weight(self, segments: Sequence[Segment], once: bool = False) -> float:
+        """Seconds of weight gradients; ``once`` of one occurrence of each segment."""
         return sum(
-            segment.count * self._pricer.seconds(call.op)
-            for segment in chunk.segments for call in segment.backward
+            (1 if once else segment.count) * self._pricer.seconds(call.op)
+            for segment in segments for call in segment.backward
             if computes_weights(self._ops[call.op], call)
+        )  # fmt: skip
+
+    def once(self, segment: Segment) -> ChunkTimes:
+        """One occurrence of a segment."""
+        return ChunkTimes(
+            self.run(segment.forward, segment.kind), self.run(segment.backward, segment.kind),
+            self.weight([segment], once=True),
         )  # fmt: skip
 
     def account(self, entries: Sequence[_Entry]) -> None:
@@ -241,10 +250,11 @@ def price(cost: CostModel, trace: RankTrace, microbatches: int = 1) -> StageTime
             chunks.append(_in_order(stream, chunk))
             continue
         ahead, back = Ledger(), Ledger()
-        for segment in chunk.segments:
-            ahead.add(stream.run(segment.forward, segment.kind), segment.count)
-            back.add(stream.run(segment.backward, segment.kind), segment.count)
-        chunks.append(ChunkTimes(ahead, back, stream.weight(chunk)))
+        parts = tuple(stream.once(segment) for segment in chunk.segments)
+        for segment, part in zip(chunk.segments, parts, strict=True):
+            ahead.add(part.forward, segment.count)
+            back.add(part.backward, segment.count)
+        chunks.append(ChunkTimes(ahead, back, stream.weight(chunk.segments), parts))
     return StageTimes(tuple(chunks), stream.run(trace.step, None))
 
 
@@ -268,7 +278,7 @@ def _in_order(stream: _Stream, chunk: ChunkTrace) -> ChunkTimes:
     entries = [_Entry(call, s.kind, ahead) for s in placed for call in s.forward]
     entries += [_Entry(call, s.kind, back) for s in reversed(placed) for call in s.backward]
     stream.account(entries)
-    return ChunkTimes(ahead, back, stream.weight(chunk))
+    return ChunkTimes(ahead, back, stream.weight(chunk.segments))
 
 
 def computes_weights(op: Op, call: Call) -> bool:
