@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from primus_ext.cluster_data import load_cluster
+from primus_ext.cost.conditions import Conditions
 from primus_ext.cost.host_time import HostTime, graph_modules
 from primus_ext.cost.model import CostModel
 from primus_ext.project import compose, stage
@@ -26,7 +27,8 @@ def host(**changes: object) -> HostTime:
 
 
 def forward(host_time: HostTime | None) -> stage.ChunkTimes:
-    return stage.price(CostModel(CLUSTER, host=host_time), recorded()).chunks[0]
+    prices = CostModel(CLUSTER, conditions=Conditions(host=host_time))
+    return stage.price(prices, recorded()).chunks[0]
 
 
 def recorded() -> RankTrace:
@@ -70,7 +72,8 @@ def test_a_host_that_waits_for_every_kernel_overlaps_nothing() -> None:
     job = Job(tp=8, layers=2, asynchronous=True)
     cluster = load_cluster("h100", 1, 8)
     for blocking in (False, True):
-        cost = CostModel(cluster, host=host(call_s=0.0, launch_s=0.0, blocking=blocking))
+        slow = host(call_s=0.0, launch_s=0.0, blocking=blocking)
+        cost = CostModel(cluster, conditions=Conditions(host=slow))
         back = stage.price(cost, trace(job, 0)).chunks[0].backward
         name = TermName.TENSOR
         hidden = back.busy[name] - back.exposed[name]

@@ -114,7 +114,7 @@ def test_buckets_are_priced_on_their_own_group() -> None:
     job = Job(tp=8, dp=4)
     cost = CostModel(load_cluster("h100", 4, 8), alone=True)
     one = trace(job, 0)
-    sharded = dp.bucket_times(cost, one, plan(job).parallelism)
+    sharded = dp.bucket_times(cost, one, sharded=True)
     assert len(sharded) == BUCKETS
     assert sum(b.share for b in sharded) == pytest.approx(1.0)
     nic = cost.cluster.nic_bandwidth.value * cost.cluster.nic_efficiency.value
@@ -122,8 +122,7 @@ def test_buckets_are_priced_on_their_own_group() -> None:
     assert sharded[0].reduce_s == pytest.approx(size * 3 / 4 / nic, rel=0.05)
     assert sharded[0].gather_s == pytest.approx(sharded[0].reduce_s / 2, rel=0.05)
 
-    whole = dataclasses.replace(plan(job).parallelism, distributed_optimizer=False)
-    reduced = dp.bucket_times(cost, one, whole)
+    reduced = dp.bucket_times(cost, one, sharded=False)
     assert reduced[0].gather_s == 0.0
     assert reduced[0].reduce_s == pytest.approx(2 * sharded[0].reduce_s, rel=0.05)
 
@@ -134,4 +133,4 @@ def test_a_group_that_the_trace_does_not_know_is_an_error() -> None:
     lost = dataclasses.replace(one, groups={"tp": (0,), "pp": (0,)})
     cost = CostModel(load_cluster("h100", 1, 8), alone=True)
     with pytest.raises(CostError, match="group dp of a gradient bucket"):
-        dp.bucket_times(cost, lost, plan(job).parallelism)
+        dp.bucket_times(cost, lost, sharded=True)

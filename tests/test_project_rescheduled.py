@@ -12,9 +12,10 @@ import pytest
 from rich.console import Console
 
 from primus_ext.cluster_data import load_cluster
-from primus_ext.cost.host_time import HostTime
+from primus_ext.cost.conditions import Conditions
 from primus_ext.cost.model import CostModel
 from primus_ext.project import beside, comparison, compose, estimated, stage
+from primus_ext.project.kept import Kept
 from primus_ext.project.programs import ScheduleError, Shape
 from primus_ext.project.rescheduled import Rescheduled
 from primus_ext.project.result import Projection
@@ -32,14 +33,11 @@ def projected(job: Job, schedule: str | None = "all") -> Projection:
     return compose.project(plan(job), traces(job), cluster, mode="simulate", schedule=schedule)
 
 
-def cost(job: Job) -> CostModel:
-    return CostModel(CLUSTER, host=HostTime.of(plan(job), CLUSTER.accelerator))
-
-
 def in_parts(job: Job) -> comparison.Job:
     stages = compose.stage_traces(plan(job), traces(job), CLUSTER)
     shape = compose.schedule_shape(plan(job))
-    return comparison.job_of(plan(job), stages, cost(job), shape)
+    kept = Kept(CLUSTER).under(Conditions.of(plan(job), CLUSTER.accelerator))
+    return comparison.job_of(plan(job), stages, kept, shape)
 
 
 @pytest.mark.parametrize("vpp", [1, 2])
@@ -261,7 +259,7 @@ def test_fsdp_is_refused() -> None:
         for t in traces(JOB)
     ]  # fmt: skip
     with pytest.raises(ScheduleError, match=r"not legal with sharded parameters \(FSDP\)"):
-        comparison.job_of(plan(JOB), recorded, CostModel(CLUSTER), Shape(pp=4, microbatches=8))
+        comparison.job_of(plan(JOB), recorded, Kept(CLUSTER), Shape(pp=4, microbatches=8))
 
 
 def with_experts(job: Job) -> tuple:

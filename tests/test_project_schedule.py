@@ -238,8 +238,8 @@ def test_a_long_schedule_ends_where_all_of_it_would(pp: int, vpp: int, extra: in
     backward = [[2.0 + 0.07 * ((r * 3 + c) % 4) for c in range(vpp)] for r in range(pp)]
     boundary = [0.05] * (pp * vpp - 1)
     full = simulate(shape, programs(shape), forward, backward, boundary)
-    short, timeline = simulate_repeating(shape, forward, backward, boundary)
-    assert short.microbatches < shape.microbatches
+    code, timeline = simulate_repeating(shape, forward, backward, boundary)
+    assert code.shape.microbatches < shape.microbatches
     assert timeline.makespan == pytest.approx(full.makespan, rel=1e-9)
     assert timeline.busy == pytest.approx(full.busy, rel=1e-9)
     assert timeline.p2p == pytest.approx(full.p2p, rel=1e-6, abs=1e-9)

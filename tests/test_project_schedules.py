@@ -246,11 +246,11 @@ def test_a_long_step_ends_where_all_of_it_would(name: str, pp: int) -> None:
         pair=[[[2.5] * shape.vpp] * shape.vpp for _ in range(pp)],
     )  # fmt: skip
     full = timed(compiled(shape, programs(shape)), durations)
-    short, timeline = simulate_repeating(
+    code, timeline = simulate_repeating(
         shape, durations.forward, durations.backward, durations.boundary, None,
         durations.weight, durations.pair, long=12,
     )  # fmt: skip
-    assert short.microbatches < shape.microbatches
+    assert code.shape.microbatches < shape.microbatches
     assert timeline.makespan == pytest.approx(full.makespan, rel=1e-9)
     assert timeline.busy == pytest.approx(full.busy, rel=1e-9)
     assert timeline.p2p == pytest.approx(full.p2p, rel=1e-6, abs=1e-9)

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from primus_ext.cluster_data import load_cluster
+from primus_ext.cost.conditions import Conditions
 from primus_ext.cost.model import CostModel
 from primus_ext.cost.priced import CostError
 from primus_ext.project import stage
@@ -215,7 +216,8 @@ def test_tensor_parallel_communication_in_pieces_shows_one_of_them() -> None:
     job = Job(tp=8, dp=1)
     cluster = load_cluster("h100", 1, 8)
     plain = stage.price(CostModel(cluster), trace(job, 0)).chunks[0]
-    cut = stage.price(CostModel(cluster, pipelined_tp=8), trace(job, 0)).chunks[0]
+    pieces = CostModel(cluster, conditions=Conditions(pipelined_tp=8))
+    cut = stage.price(pieces, trace(job, 0)).chunks[0]
     for before, after in ((plain.forward, cut.forward), (plain.backward, cut.backward)):
         sent = before.exposed[TermName.TENSOR]
         edges = after.exposed[TermName.TENSOR]

@@ -14,7 +14,7 @@ from primus_ext.cost import (
     memory_bound,
     sustained,
 )
-from primus_ext.cost.host_time import HostTime
+from primus_ext.cost.conditions import Conditions
 from primus_ext.cost.measured import Measured
 from primus_ext.cost.priced import FREE, CostError, Priced
 from primus_ext.trace import Collective, Family, Op
@@ -31,8 +31,7 @@ class CostModel:
 
     def __init__(
         self, cluster: Cluster, gemm_backend: str = "", tables: Measured | bool = True,
-        host: HostTime | None = None, alone: bool = False, attention_kernel: str = "",
-        pipelined_tp: int = 1,
+        conditions: Conditions | None = None, alone: bool = False,
     ) -> None:  # fmt: skip
         """Price for ``cluster``.
 
@@ -42,18 +41,14 @@ class CostModel:
                 matrix products; '' for none.
             tables: Correct forward kernels by measured neighbours where the optional tables are
                 installed and hold the target; False: formulas alone.
-            host: The host that issues the work; None: it is always ahead of the device.
-            attention_kernel: Which fused attention runs, where ops don't say
-                (:func:`primus_ext.cost.attention.kernel_of`).
-            pipelined_tp: Pieces in which tensor-parallel communication runs beside the product that
-                needs or makes it (``tp_comm_overlap``: tp); 1 for none.
+            conditions: Of the job; None: a host that is always ahead of the device.
             alone: As in a short run on an idle device at boost clock, not as in training.
 
         Raises:
             CostError: No such backend.
         """
-        self.cluster, self.host, self._alone = cluster, host, alone
-        self._attention_kernel, self.pipelined_tp = attention_kernel, pipelined_tp
+        self.cluster, self._alone = cluster, alone
+        self.conditions = conditions or Conditions()
         self._collectives: collectives.Known = {}
         self._backend = backends.backend(gemm_backend) if gemm_backend else None
         self._tables = Measured(cluster.accelerator) if tables is True else (tables or None)
@@ -81,7 +76,7 @@ class CostModel:
             own = self._backend(accelerator, op) if self._backend else None
             return own or self._corrected(op, gemm.price(accelerator, op))
         if op.family is Family.ATTENTION:
-            kernel = attention.kernel_of(op, self._attention_kernel)
+            kernel = attention.kernel_of(op, self.conditions.attention_kernel)
             priced = attention.price(accelerator, op, kernel)
             return priced if kernel else self._corrected(op, priced)
         if op.family in _TRAFFIC:

@@ -5,14 +5,14 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
-from primus_ext.cost.model import CostModel
 from primus_ext.plan import Plan
-from primus_ext.project import data_parallel, estimated, stage
-from primus_ext.project.parts import Part, of_rank
+from primus_ext.project import estimated, stage
+from primus_ext.project.kept import Kept
+from primus_ext.project.parts import of_rank
 from primus_ext.project.programs import ScheduleError, Shape
 from primus_ext.project.rescheduled import Job, Rescheduled
 from primus_ext.project.result import Memory, ScheduleRow
-from primus_ext.project.schedule import Timeline
+from primus_ext.project.schedule import Timeline, programs
 from primus_ext.project.schedules import SCHEDULES, Schedule, named, own
 from primus_ext.trace import RankTrace
 
@@ -53,7 +53,7 @@ def notes(plan: Plan, shape: Shape, under: Rescheduled | None) -> list[str]:
     return found
 
 
-def job_of(plan: Plan, stages: Sequence[RankTrace], cost: CostModel, shape: Shape) -> Job:
+def job_of(plan: Plan, stages: Sequence[RankTrace], kept: Kept, shape: Shape) -> Job:
     """The parts of a job, for any schedule.
 
     Raises:
@@ -64,16 +64,14 @@ def job_of(plan: Plan, stages: Sequence[RankTrace], cost: CostModel, shape: Shap
             "schedule is not legal with sharded parameters (FSDP): their layers can't be priced "
             "apart from each other"
         )
-    by_rank: list[list[list[Part]]] = []
-    filled: list[list[data_parallel.BucketTimes]] = []
-    known: dict[int, tuple[list[list[Part]], list[data_parallel.BucketTimes]]] = {}
-    for trace in stages:
-        if id(trace) not in known:
-            step = stage.price(cost, dataclasses.replace(trace, chunks=trace.chunks[:1])).step
-            buckets = data_parallel.bucket_times(cost, trace, plan.parallelism)
-            known[id(trace)] = of_rank(cost, trace, buckets, step), buckets
-        by_rank.append(known[id(trace)][0])
-        filled.append(known[id(trace)][1])
+    sharded = plan.parallelism.distributed_optimizer
+    filled = [kept.buckets(trace, sharded) for trace in stages]
+    by_rank = [
+        kept.of(trace, ("parts", sharded), lambda t=trace, b=buckets: of_rank(
+            kept.cost, t, b, kept.times(t, shape.microbatches)
+        ))
+        for trace, buckets in zip(stages, filled, strict=True)
+    ]  # fmt: skip
     ordered = [by_rank[rank][chunk] for chunk in range(shape.vpp) for rank in range(shape.pp)]
     quiet = min(part.transient for parts in ordered for part in parts)
     boundary = max(part.boundary for parts in ordered for part in parts)
@@ -86,7 +84,7 @@ def job_of(plan: Plan, stages: Sequence[RankTrace], cost: CostModel, shape: Shap
         for parts in ordered
     ]  # fmt: skip
     pipeline = stages[0].groups.get("pp", (stages[0].rank,))
-    return Job(plan=plan, cost=cost, shape=shape, stages=calm, buckets=filled,
+    return Job(plan=plan, cost=kept.cost, shape=shape, stages=calm, buckets=filled,
                pipeline=pipeline)  # fmt: skip
 
 
@@ -127,7 +125,7 @@ def rows(
 def _own_row(job: Job, memory: Memory, mine: Own) -> ScheduleRow:
     schedule = mine.schedule
     shape = dataclasses.replace(job.shape, schedule=schedule.name)
-    order = [schedule.build(estimated.enough(shape), rank) for rank in range(shape.pp)]
+    order = programs(estimated.enough(shape))
     return ScheduleRow(
         schedule=schedule.name, title=schedule.title, offered_by=schedule.offered_by,
         chunks=job.shape.vpp, role="runs", step_s=mine.step_s,

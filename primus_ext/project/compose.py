@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from typing import Any
 
 from primus_ext.cluster import Cluster
 from primus_ext.cluster_files import assumptions
+from primus_ext.cost.conditions import Conditions
 from primus_ext.cost.formats import require_precision
-from primus_ext.cost.host_time import HostTime
-from primus_ext.cost.model import CostModel
 from primus_ext.plan import Plan, ProgramRef
 from primus_ext.project import (
     caveats,
@@ -19,18 +19,18 @@ from primus_ext.project import (
     evidence,
     inventory,
     memory,
-    stage,
 )
 from primus_ext.project.compiled import Durations
+from primus_ext.project.kept import Kept
 from primus_ext.project.ledger import Kind, Ledger, TermName
 from primus_ext.project.programs import ScheduleError, Shape
 from primus_ext.project.rescheduled import Job, Rescheduled, StepTimeline
 from primus_ext.project.result import Memory, Projection, ScheduleRow, Term
-from primus_ext.project.schedule import Timeline, code_of, programs, simulate_repeating
+from primus_ext.project.schedule import Timeline, programs, simulate_repeating
 from primus_ext.project.schedules import named
 from primus_ext.project.throughput import throughput
-from primus_ext.project.unknown_ops import unknown_ops
-from primus_ext.trace import Collective, CollectiveKind, RankTrace, to_plain
+from primus_ext.project.unknown_ops import of_rank, unknown_ops
+from primus_ext.trace import RankTrace, to_plain
 
 GRID = 2.0**-40
 """Exposed seconds are multiples of this (0.9 ps), so that their sum is exact in any order."""
@@ -49,6 +49,7 @@ def project(
     program: ProgramRef | None = None,
     warnings: Sequence[str] = (),
     schedule: str | None = None,
+    kept: Kept | None = None,
 ) -> Projection:
     """Memory and time of one step of a job on a target.
 
@@ -62,6 +63,8 @@ def project(
         schedule: A pipeline schedule to price the step with (a key of
             :data:`primus_ext.project.schedules.SCHEDULES`), or ``all`` to compare them; None: what
             the program runs.
+        kept: What other projections on this target found out; None: nothing, and nothing of this
+            one is kept.
 
     Raises:
         PlanError: Traces are missing, or the target has another size than the job.
@@ -69,8 +72,8 @@ def project(
         ClusterError: The target lacks the precision of the job.
         ScheduleError: The schedule is one that the framework refuses.
     """
-    step, under = _steps(plan, traces, cluster, schedule)
-    return _projection(step, under, cluster, mode, program, warnings, schedule)
+    step, under = _steps(plan, traces, cluster, schedule, kept)
+    return _projection(step, under, mode, program, warnings, schedule)
 
 
 def project_and_draw(
@@ -82,39 +85,47 @@ def project_and_draw(
     program: ProgramRef | None = None,
     warnings: Sequence[str] = (),
     schedule: str | None = None,
+    kept: Kept | None = None,
 ) -> tuple[Projection, StepTimeline]:
     """As :func:`project`, and when every pipeline rank does what in that step.
 
     ``all`` schedules are compared in the projection; what the program runs is drawn.
     """
-    step, under = _steps(plan, traces, cluster, schedule)
-    projection = _projection(step, under, cluster, mode, program, warnings, schedule)
+    step, under = _steps(plan, traces, cluster, schedule, kept)
+    projection = _projection(step, under, mode, program, warnings, schedule)
     return projection, (under or step).recorded()
 
 
 def _steps(
-    plan: Plan, traces: Sequence[RankTrace], cluster: Cluster, schedule: str | None
-) -> tuple[_Step, Rescheduled | None]:
+    plan: Plan, traces: Sequence[RankTrace], cluster: Cluster, schedule: str | None,
+    kept: Kept | None = None,
+) -> tuple[_Step, Rescheduled | None]:  # fmt: skip
     """The step as the framework runs it, and under another schedule where one is asked for."""
+    if kept is None:
+        kept = Kept(cluster)
+    elif kept.cluster is not cluster:
+        raise PlanError(f"what is kept is of {kept.cluster.name}, not of this {cluster.name}")
+    kept = kept.under(Conditions.of(plan, cluster.accelerator))
     require_precision(cluster.accelerator, plan.precision)
     stages = stage_traces(plan, traces, cluster)
-    step = _Step(plan, stages, cluster, schedule_shape(plan))
+    step = _Step(plan, stages, kept, schedule_shape(plan))
     return step, _other_schedule(step, schedule)
 
 
 def _projection(
-    step: _Step, under: Rescheduled | None, cluster: Cluster, mode: str,
-    program: ProgramRef | None, warnings: Sequence[str], schedule: str | None,
+    step: _Step, under: Rescheduled | None, mode: str, program: ProgramRef | None,
+    warnings: Sequence[str], schedule: str | None,
 ) -> Projection:  # fmt: skip
-    plan, stages, shape = step.plan, step.stages, step.shape
+    plan, stages, shape, kept = step.plan, step.stages, step.shape, step.kept
+    cluster = kept.cluster
     total, end = (under.ledger(), under.end) if under else step.total()
     terms, kinds = step.terms(total, end, under.schedule.name if under else None)
     step_s = sum(term.exposed_seconds for term in terms)
-    judged = memory.verdict(plan, stages, cluster, shape)
+    judged = memory.verdict(plan, stages, cluster, shape, kept)
     return Projection(
         plan=plan,
         program=program,
-        cluster=_cluster(cluster),
+        cluster=kept.of_target("cluster", lambda: _cluster(cluster)),
         mode=mode,
         model={
             "total_parameters": sum(trace.global_parameters for trace in stages),
@@ -125,21 +136,16 @@ def _projection(
         breakdown=tuple(terms),
         not_modelled=caveats.not_modelled(plan, stages, cluster),
         warnings=(
-            *warnings, *caveats.assumed(cluster), *judged.notes, *unknown_ops(stages),
+            *warnings, *kept.of_target("assumed", lambda: caveats.assumed(cluster)),
+            *judged.notes, *_unknown(stages, kept),
             *comparison.notes(plan, shape, under),
         ),
-        collectives=inventory.listed(inventory.of_step(plan, stages, shape)),
+        collectives=inventory.listed(inventory.of_step(plan, stages, shape, kept)),
         schedules=_compared(step, judged, schedule, under),
         provenance={
             "binding_pp_rank": under.binding if under else step.binding,
             "prices": "model: published peaks, bandwidths and efficiencies",
-            "figures": to_plain(cluster.accelerator),
-            "network": {
-                key: to_plain(getattr(cluster, key))
-                for key in ("nic_bandwidth", "nics_per_node", "nic_efficiency", "nic_latency_s",
-                            "tiers")  # fmt: skip
-            },
-            "assumed": {key: figure.source for key, figure in assumptions(cluster).items()},
+            **kept.of_target("figures", lambda: _figures(cluster)),
             "interval": "published spread of operators, weighted by exposed time, added",
         },
     )
@@ -168,11 +174,11 @@ def _other_schedule(step: _Step, schedule: str | None) -> Rescheduled | None:
     mine = comparison.own_schedule(step.plan, step.shape)
     asked = mine if schedule in (None, comparison.ALL) else named(schedule)
     if asked is not mine:
-        return Rescheduled(step.job(), asked)
+        return Rescheduled(step.job, asked)
     if not mine.pairs:
         return None
     try:
-        return Rescheduled(step.job(), mine)
+        return Rescheduled(step.job, mine)
     except ScheduleError:  # then it is priced without the overlap, as the caveats say
         return None
 
@@ -189,7 +195,7 @@ def _compared(
         ran = comparison.Own(schedule=mine, step_s=own.end, timeline=own.timeline)
     else:
         ran = comparison.Own(schedule=mine, step_s=step.total()[1], timeline=step.timeline)
-    return comparison.rows(step.job(), step.stages, judged, ran, schedule, under)
+    return comparison.rows(step.job, step.stages, judged, ran, schedule, under)
 
 
 def schedule_shape(plan: Plan) -> Shape:
@@ -248,30 +254,18 @@ class _Step:
     """The timeline of one step."""
 
     def __init__(
-        self, plan: Plan, stages: Sequence[RankTrace], cluster: Cluster, shape: Shape
+        self, plan: Plan, stages: Sequence[RankTrace], kept: Kept, shape: Shape
     ) -> None:
-        self.plan, self.stages, self.shape = plan, stages, shape
-        self._cost = CostModel(
-            cluster, host=HostTime.of(plan, cluster.accelerator),
-            attention_kernel=str(plan.flags.get("attention_kernel", "")),
-            pipelined_tp=plan.parallelism.tp if plan.flags.get("tp_comm_overlap") else 1,
-        )  # fmt: skip
-        ranks = range(shape.pp)
-        known: dict[int, Any] = {}
-        for trace in stages:
-            if id(trace) not in known:
-                known[id(trace)] = (
-                    stage.price(self._cost, trace, shape.microbatches),
-                    data_parallel.bucket_times(self._cost, trace, plan.parallelism),
-                )
-        self._times = [known[id(stages[r])][0] for r in ranks]
-        self._buckets = [known[id(stages[r])][1] for r in ranks]
+        self.plan, self.stages, self.shape, self.kept = plan, stages, shape, kept
+        ranks, sharded = range(shape.pp), plan.parallelism.distributed_optimizer
+        self._times = [kept.times(trace, shape.microbatches) for trace in stages]
+        self._buckets = [kept.buckets(trace, sharded) for trace in stages]
         self._forward = [[c.forward.seconds for c in t.chunks] for t in self._times]
         self._backward = [[c.backward.seconds for c in t.chunks] for t in self._times]
         self._first = data_parallel.first_waits(plan, shape, self._buckets, self._forward)
         self._boundary = self._boundary_seconds()
         self.timeline: Timeline
-        self._simulated, self.timeline = simulate_repeating(
+        self._code, self.timeline = simulate_repeating(
             shape, self._forward, self._backward, self._boundary, self._first
         )
         self.binding = max(ranks, key=lambda r: self.timeline.busy[r])
@@ -284,9 +278,7 @@ class _Step:
         seconds = []
         for boundary, size in enumerate(memory.boundary_bytes(self.stages, shape)):
             here, there = boundary % shape.pp, (boundary + 1) % shape.pp
-            message = Collective(kind=CollectiveKind.SEND_RECV, group="pp", bytes=size, dtype="")
-            pair = (pipeline[here], pipeline[there])
-            seconds.append(self._cost.collective_seconds(message, pair).seconds)
+            seconds.append(self.kept.send_seconds(size, pipeline[here], pipeline[there]))
         return seconds
 
     def _after(self, rank: int) -> tuple[float, float]:
@@ -297,7 +289,7 @@ class _Step:
 
     def _reduced(self, rank: int) -> float:
         return data_parallel.reduced_at(
-            self.plan, self._simulated, self.timeline, rank, self._buckets[rank],
+            self.plan, self._code.shape, self.timeline, rank, self._buckets[rank],
             self._backward[rank],
         )  # fmt: skip
 
@@ -342,9 +334,10 @@ class _Step:
         total.hidden(TermName.DATA, sum(b.reduce_s + b.gather_s for b in self._buckets[rank]))
         total.waited(TermName.DATA, Kind.COMMUNICATION, exposed)
 
+    @functools.cached_property
     def job(self) -> Job:
         """The job in parts, for another schedule."""
-        return comparison.job_of(self.plan, self.stages, self._cost, self.shape)
+        return comparison.job_of(self.plan, self.stages, self.kept, self.shape)
 
     def recorded(self) -> StepTimeline:
         """When every rank does what."""
@@ -354,9 +347,9 @@ class _Step:
         )  # fmt: skip
         ranks = range(self.shape.pp)
         return StepTimeline(
-            schedule=self.plan.schedule, shape=self._simulated, durations=durations,
-            programs=tuple(programs(self._simulated)),
-            code=code_of(self._simulated), microbatches=self.shape.microbatches,
+            schedule=self.plan.schedule, shape=self._code.shape, durations=durations,
+            programs=tuple(programs(self._code.shape)),
+            code=self._code, microbatches=self.shape.microbatches,
             reduced=tuple(self._reduced(r) for r in ranks),
             finish=tuple(self.timeline.finish),
             step=tuple(self._times[r].step.seconds for r in ranks),
@@ -368,8 +361,27 @@ class _Step:
             term=str(name),
             seconds=total.busy[name],
             exposed_seconds=round(total.exposed.get(name, 0.0) / GRID) * GRID,
-            evidence=evidence.of(name, self.plan, self._cost.cluster, schedule),
+            evidence=evidence.of(name, self.plan, self.kept.cluster, schedule),
         )
+
+
+def _unknown(stages: Sequence[RankTrace], kept: Kept) -> tuple[str, ...]:
+    return unknown_ops(
+        stages, lambda trace: kept.of(trace, "unknown ops", lambda: of_rank(trace))
+    )
+
+
+def _figures(cluster: Cluster) -> dict[str, Any]:
+    """Where the numbers of the target come from."""
+    return {
+        "figures": to_plain(cluster.accelerator),
+        "network": {
+            key: to_plain(getattr(cluster, key))
+            for key in ("nic_bandwidth", "nics_per_node", "nic_efficiency", "nic_latency_s",
+                        "tiers")
+        },
+        "assumed": {key: figure.source for key, figure in assumptions(cluster).items()},
+    }  # fmt: skip
 
 
 def _cluster(cluster: Cluster) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 from primus_ext.cost.model import CostModel
 from primus_ext.cost.priced import CostError
-from primus_ext.plan import Parallelism, Plan
+from primus_ext.plan import Plan
 from primus_ext.project.interleaved import order
 from primus_ext.project.programs import Shape
 from primus_ext.project.schedule import Timeline
@@ -32,10 +32,13 @@ class BucketTimes:
     gather_s: float
 
 
-def bucket_times(
-    cost: CostModel, trace: RankTrace, parallelism: Parallelism
-) -> list[BucketTimes]:
+def bucket_times(cost: CostModel, trace: RankTrace, sharded: bool) -> list[BucketTimes]:
     """Price the buckets of a rank, in the order in which the backward fills them.
+
+    Args:
+        cost: Prices on the target.
+        trace: The rank.
+        sharded: Whether the optimizer is distributed.
 
     Raises:
         CostError: The group of a bucket is not in the trace, or not on the target.
@@ -44,7 +47,6 @@ def bucket_times(
     for bucket in trace.buckets:
         key = (bucket.chunk, bucket.group)
         totals[key] = totals.get(key, 0) + bucket.parameters
-    sharded = parallelism.distributed_optimizer
     times = []
     for bucket in trace.buckets:
         share = bucket.parameters / max(1, totals[bucket.chunk, bucket.group])

@@ -24,6 +24,7 @@ from primus_ext.project.programs import (
     Shape,
 )
 from primus_ext.project.rescheduled import Rescheduled
+from primus_ext.project.schedules import own
 from primus_ext.trace import RankTrace
 
 EVIDENCE = (
@@ -53,7 +54,7 @@ def in_flight(program: Program, chunks: int) -> float:
 
 def enough(shape: Shape) -> Shape:
     """A schedule with fewer microbatches that holds as much."""
-    if shape.schedule in ("1f1b", "interleaved", "combined-1f1b"):
+    if own(shape).repeats_memory:
         return inflight.steady(shape)
     return shape.with_microbatches(min(shape.microbatches, 8 * shape.pp))
 

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from primus_ext.plan import Plan
 from primus_ext.project import memory
+from primus_ext.project.kept import Kept
 from primus_ext.project.programs import Shape
 from primus_ext.project.result import Row
 from primus_ext.trace import Call, ChunkTrace, Family, RankTrace, Segment
@@ -19,22 +20,42 @@ Key = tuple[str, str, str, int, int, str, bool]
 """Direction, kind, group, size, bytes, dtype and asynchronous of a :class:`Row`."""
 
 
-def of_step(plan: Plan, stages: Sequence[RankTrace], shape: Shape) -> tuple[Row, ...]:
+def of_step(
+    plan: Plan, stages: Sequence[RankTrace], shape: Shape, kept: Kept | None = None
+) -> tuple[Row, ...]:
     """All collectives that one step issues.
 
     Args:
         plan: The job.
         stages: Trace of every pipeline rank, in order.
         shape: The schedule.
+        kept: What other projections found out.
     """
     transfers = pipeline_transfers(stages, shape, plan.precision.params)
     holders: dict[tuple[Key, int], list[int]] = {}
     for pp_rank, trace in enumerate(stages):
-        for key, count in (of_rank(trace, shape) + transfers[pp_rank]).items():
+        own = _known(trace, shape, kept) if kept else of_rank(trace, shape)
+        for key, count in (own + transfers[pp_rank]).items():
             holders.setdefault((key, count), []).append(pp_rank)
     return tuple(
         sorted(Row(tuple(ranks), *key, count) for (key, count), ranks in holders.items())
     )
+
+
+def _known(trace: RankTrace, shape: Shape, kept: Kept) -> Counter[Key]:
+    """As :func:`of_rank`; of equal microbatches one is counted, and once."""
+    if any(chunk.microbatches for chunk in trace.chunks):
+        key = ("collectives", shape.microbatches)
+        return kept.of(trace, key, lambda: of_rank(trace, shape))
+    once = kept.of(trace, "collectives of a step", lambda: of_rank(trace, _microbatches_of(0)))
+    found = kept.of(trace, "collectives with one", lambda: of_rank(trace, _microbatches_of(1)))
+    return Counter(
+        {key: once[key] + (count - once[key]) * shape.microbatches for key, count in found.items()}
+    )
+
+
+def _microbatches_of(count: int) -> Shape:
+    return Shape(pp=1, microbatches=count)
 
 
 def listed(rows: tuple[Row, ...]) -> tuple[Row, ...]:

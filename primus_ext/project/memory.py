@@ -15,7 +15,9 @@ from primus_ext.project import (
     shortfall,
     tight,
 )
-from primus_ext.project.footprint import Replayed, footprint, replayable
+from primus_ext.project.allocator_config import AllocatorConfig
+from primus_ext.project.footprint import Replayed, enough, footprint, replayable
+from primus_ext.project.kept import Kept
 from primus_ext.project.programs import Shape
 from primus_ext.project.result import Memory, MemoryParts, RoleMemory
 from primus_ext.project.retained import Retained
@@ -35,8 +37,9 @@ a few boundary activations; more means that one of them has another program in m
 
 
 def per_role(
-    plan: Plan, stages: Sequence[RankTrace], cluster: Cluster, shape: Shape
-) -> tuple[RoleMemory, ...]:
+    plan: Plan, stages: Sequence[RankTrace], cluster: Cluster, shape: Shape,
+    kept: Kept | None = None,
+) -> tuple[RoleMemory, ...]:  # fmt: skip
     """Memory of one rank of every pipeline stage.
 
     Args:
@@ -44,17 +47,24 @@ def per_role(
         stages: Trace of every pipeline rank, in order.
         cluster: The target.
         shape: The schedule.
+        kept: What other projections on this target found out.
     """
-    short = inflight.steady(shape)
-    order = programs(short)
-    sizes = boundary_bytes(stages, shape)
-    return tuple(
-        _role(plan, trace, cluster, rank, shape, short, sizes,
-              inflight.peak(short, order[rank], rank, [c.memory for c in trace.chunks], sizes,
-                            shape.microbatches - short.microbatches),
-              host.peak(trace, order[rank]))
-        for rank, trace in enumerate(stages)
-    )  # fmt: skip
+    kept, short = kept or Kept(cluster), inflight.steady(shape)
+    sizes = tuple(boundary_bytes(stages, shape))
+    config = allocator_config.from_environment(plan.flags)
+    workspace = outside.workspace_bytes(cluster.accelerator, plan.flags)
+    found = []
+    for rank, trace in enumerate(stages):
+        # each microbatch may leave something, or be another one
+        counts = any(c.memory.logged_bytes or c.microbatches for c in trace.chunks)
+        key = ("role", rank, short, sizes, config, workspace, plan.parallelism,
+               shape.microbatches * counts)  # fmt: skip
+        found.append(
+            kept.of(trace, key, lambda t=trace, r=rank: _role(
+                plan, t, kept, r, shape, short, sizes, config
+            ))
+        )  # fmt: skip
+    return tuple(found)
 
 
 def boundary_bytes(stages: Sequence[RankTrace], shape: Shape) -> list[int]:
@@ -71,14 +81,16 @@ def outside_bytes(trace: RankTrace, cluster: Cluster) -> int:
 
 
 def _role(
-    plan: Plan, trace: RankTrace, cluster: Cluster, rank: int, shape: Shape, short: Shape,
-    sizes: Sequence[int], moment: inflight.Moment, host_bytes: int,
-) -> RoleMemory:
-    static = trace.static
+    plan: Plan, trace: RankTrace, kept: Kept, rank: int, shape: Shape, short: Shape,
+    sizes: tuple[int, ...], config: AllocatorConfig,
+) -> RoleMemory:  # fmt: skip
+    static, cluster, program = trace.static, kept.cluster, programs(short)[rank]
     chunks = [chunk.memory for chunk in trace.chunks]
-    kept = Retained(shape, rank, sizes, chunks).at_the_end()
-    if static.step_peak_bytes + kept > moment.total:
-        moment = inflight.Moment(0, static.step_peak_bytes, kept, ())
+    skipped = shape.microbatches - short.microbatches
+    moment = inflight.peak(short, program, rank, chunks, sizes, skipped)
+    at_the_end = Retained(shape, rank, sizes, chunks).at_the_end()
+    if static.step_peak_bytes + at_the_end > moment.total:
+        moment = inflight.Moment(0, static.step_peak_bytes, at_the_end, ())
     parts = MemoryParts(
         parameters=static.parameters,
         gradients=static.gradients,
@@ -96,8 +108,10 @@ def _role(
     library = outside.blas_workspaces(trace, cluster.accelerator, plan.flags)
     found, replayed = None, None
     if replayable(trace):
-        config = allocator_config.from_environment(plan.flags)
-        found = footprint(Replayed(trace, rank, short, sizes, config, library))
+        # what is allocated depends on a few microbatches only
+        key = ("footprint", rank, enough(short, rank), sizes, config, library)
+        replay = Replayed(trace, rank, short, sizes, config, library)
+        found = kept.of(trace, key, lambda: footprint(replay))
         replayed = found.tensor_bytes - sum(library)
         if abs(replayed - peak) > AGREEMENT * peak:
             found = None
@@ -118,7 +132,7 @@ def _role(
         timeline=found and found.timeline,
         top_allocations=found.top_allocations if found else (),
         setup_bytes=found and found.setup_bytes,
-        host_bytes=host_bytes,
+        host_bytes=host.peak(trace, program),
     )
 
 
@@ -139,8 +153,9 @@ def role_name(plan: Plan, trace: RankTrace, rank: int) -> str:
 
 
 def verdict(
-    plan: Plan, stages: Sequence[RankTrace], cluster: Cluster, shape: Shape
-) -> Memory:
+    plan: Plan, stages: Sequence[RankTrace], cluster: Cluster, shape: Shape,
+    kept: Kept | None = None,
+) -> Memory:  # fmt: skip
     """Whether the job fits, judged on the rank that needs most.
 
     ``oom``: the tensors and what lies beside them need more than there is.
@@ -149,7 +164,8 @@ def verdict(
     also what published runs of its kind took more than is projected, see
     :mod:`primus_ext.project.shortfall`.
     """
-    roles = per_role(plan, stages, cluster, shape)
+    kept = kept or Kept(cluster)
+    roles = per_role(plan, stages, cluster, shape, kept)
     capacity = int(cluster.accelerator.hbm_bytes.value)
     heaviest = max(range(len(roles)), key=lambda i: roles[i].reserved_bytes)
     least = max(role.least_bytes for role in roles)
@@ -165,7 +181,7 @@ def verdict(
         notes=(
             *_disagreements(roles),
             *_built_too_large(roles, capacity),
-            *(_at_risk(plan, stages, cluster, shape, roles) if word == "at_risk" else ()),
+            *(_at_risk(plan, stages, kept, shape, roles) if word == "at_risk" else ()),
             *missing,
         ),
     )
@@ -195,19 +211,23 @@ def _disagreements(roles: Sequence[RoleMemory]) -> list[str]:
 
 
 def _at_risk(
-    plan: Plan, stages: Sequence[RankTrace], cluster: Cluster, shape: Shape,
+    plan: Plan, stages: Sequence[RankTrace], kept: Kept, shape: Shape,
     roles: Sequence[RoleMemory],
 ) -> tuple[str, ...]:  # fmt: skip
     """What becomes of the rank at risk that needs most."""
+    cluster = kept.cluster
     capacity = int(cluster.accelerator.hbm_bytes.value)
     rank = max(range(len(roles)), key=lambda i: roles[i].reserved_bytes)
     trace, role = stages[rank], roles[rank]
     if role.allocator_bytes is None:
         return ()
     replayed = Replayed(
-        trace, rank, inflight.steady(shape), boundary_bytes(stages, shape),
+        trace, rank, inflight.steady(shape), tuple(boundary_bytes(stages, shape)),
         allocator_config.from_environment(plan.flags),
         outside.blas_workspaces(trace, cluster.accelerator, plan.flags),
     )  # fmt: skip
-    text = tight.sentence(replayed, capacity - sum(role.outside.values()))
+    room = capacity - sum(role.outside.values())
+    key = ("tight", rank, enough(replayed.shape, rank), replayed.sizes, replayed.config,
+           replayed.workspaces, room)  # fmt: skip
+    text = kept.of(trace, key, lambda: tight.sentence(replayed, room))
     return (f"{role.role} would reserve more than the device has: {text}",)

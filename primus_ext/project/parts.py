@@ -55,7 +55,7 @@ class Part:
 
 
 def of_rank(
-    cost: CostModel, trace: RankTrace, buckets: Sequence[BucketTimes], step: Ledger
+    cost: CostModel, trace: RankTrace, buckets: Sequence[BucketTimes], times: stage.StageTimes
 ) -> list[list[Part]]:
     """Parts of every chunk of a rank.
 
@@ -67,21 +67,20 @@ def of_rank(
         cost: Prices on the target.
         trace: The rank.
         buckets: Its gradient buckets, priced.
-        step: Its optimizer step.
+        times: What it does, priced.
     """
-    return [_of_chunk(cost, trace, chunk, buckets, step) for chunk in trace.chunks]
+    return [
+        _of_chunk(cost, trace, chunk, buckets, here, times.step)
+        for chunk, here in zip(trace.chunks, times.chunks, strict=True)
+    ]
 
 
 def _of_chunk(
     cost: CostModel, trace: RankTrace, chunk: ChunkTrace, buckets: Sequence[BucketTimes],
-    step: Ledger,
+    times: stage.ChunkTimes, step: Ledger,
 ) -> list[Part]:  # fmt: skip
     segments = list(chunk.segments)
     alone = [dataclasses.replace(segment, count=1, places=(0,)) for segment in segments]
-    single = dataclasses.replace(
-        trace, step=(), chunks=tuple(_holding(chunk, segment) for segment in alone)
-    )
-    times = stage.price(cost, single).chunks
     owned = _parameters(trace, chunk)
     layers = sum(s.count for s in segments if s.kind in LAYERS)
     here = sum(s.count * share for s, share in zip(segments, owned, strict=True)) or 1.0
@@ -89,7 +88,7 @@ def _of_chunk(
     held = trace.static.parameters + trace.static.gradients + trace.static.optimizer
     memory = chunk.memory
     made = {}
-    for index, (segment, time) in enumerate(zip(segments, times, strict=True)):
+    for index, (segment, time) in enumerate(zip(segments, times.segments, strict=True)):
         layer = segment.kind in LAYERS
         share, whole = owned[index] / here, owned[index] / max(1, trace.parameters)
         made[index] = Part(
@@ -122,10 +121,6 @@ def _share(ledger: Ledger, share: float) -> Ledger:
     found = Ledger()
     found.add(ledger, share)
     return found
-
-
-def _holding(chunk: ChunkTrace, segment: Segment) -> ChunkTrace:
-    return dataclasses.replace(chunk, segments=(segment,))
 
 
 def _in_order(segments: Sequence[Segment]) -> list[int]:

@@ -13,19 +13,13 @@ from primus_ext.project.data_parallel import BucketTimes
 from primus_ext.project.ledger import Kind, Ledger, TermName
 from primus_ext.project.parts import Filled, Part, cut
 from primus_ext.project.programs import Program, ScheduleError, Shape, Transfers
-from primus_ext.project.schedule import LONG, Timeline, programs, simulate_repeating, timed
+from primus_ext.project.schedule import Timeline, programs, simulate_repeating, timed
 from primus_ext.project.schedules import Schedule
 from primus_ext.project.schedules.automatic import automatic
 from primus_ext.trace import Collective, CollectiveKind
 
 MOST_WORK = 12_000
 """Pieces of work up to which a schedule is made for the job; it takes about 0.3 s."""
-
-
-_LONG = 12
-"""Microbatches for each stage after which schedules other than Megatron's plain ones are taken to
-repeat themselves, if two spans of them take the same time: making them costs more."""
-
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
@@ -72,7 +66,7 @@ def shape_for(job: Job, schedule: Schedule) -> Shape:
         ScheduleError: It needs a pipeline, or more chunks than there are.
     """
     own, chunks = job.shape, schedule.chunks
-    if own.pp == 1 and schedule.name not in ("1f1b", "combined-1f1b"):
+    if own.pp == 1 and schedule.needs_pipeline:
         raise ScheduleError(f"the schedule {schedule.name} needs a pipeline, the job has pp=1")
     if schedule.pairs and not schedule.folded:
         if own.pp > 1 and own.vpp == 1:
@@ -84,7 +78,7 @@ def shape_for(job: Job, schedule: Schedule) -> Shape:
         chunks = own.vpp if own.vpp > 1 else 2
     found = dataclasses.replace(
         own, vpp=chunks, folded=schedule.folded, schedule=schedule.name,
-        early=int(schedule.name == "combined-1f1b"),
+        early=schedule.early,
         # Megatron's default as soon as there are several chunks
         overlap_p2p=own.overlap_p2p if own.vpp > 1 else chunks > 1,
         group=own.group if chunks == own.vpp else 0,
@@ -117,20 +111,20 @@ class Rescheduled:
         self.programs: list[Program] | None = None
         if schedule.limit is not None:
             self.programs = self._made(schedule.limit(self.shape.pp))
-            self.simulated = self.shape
-            self.timeline = timed(compiled(self.shape, self.programs), self.durations)
+            self._code = compiled(self.shape, self.programs)
+            self.timeline = timed(self._code, self.durations)
         else:
-            self.simulated, self.timeline = self._fixed()
+            self._code, self.timeline = self._fixed()
+        self.simulated = self._code.shape
         self.binding = max(ranks, key=lambda r: self.timeline.busy[r])
 
     def recorded(self) -> StepTimeline:
         """When every rank does what."""
-        order = self.order(self.simulated)
         ranks = range(self.shape.pp)
         return StepTimeline(
             schedule=self.schedule.name, shape=self.simulated, durations=self.durations,
-            microbatches=self.shape.microbatches, programs=tuple(order),
-            code=compiled(self.simulated, order), finish=tuple(self.timeline.finish),
+            microbatches=self.shape.microbatches, programs=tuple(self.order(self.simulated)),
+            code=self._code, finish=tuple(self.timeline.finish),
             reduced=tuple(self._reduced(r) for r in ranks),
             step=tuple(self._step(r).seconds for r in ranks),
             gather=tuple(self._gather(r) for r in ranks),
@@ -150,11 +144,11 @@ class Rescheduled:
             )
         return automatic(self.shape, self.durations, limit, self.schedule.build)
 
-    def _fixed(self) -> tuple[Shape, Timeline]:
+    def _fixed(self) -> tuple[Code, Timeline]:
         d = self.durations
         return simulate_repeating(
             self.shape, d.forward, d.backward, d.boundary, d.first_forward, d.weight, d.pair,
-            long=LONG if self.schedule.name in ("1f1b", "interleaved") else _LONG,
+            long=self.schedule.repeats_after,
         )  # fmt: skip
 
     def _durations(self) -> Durations:

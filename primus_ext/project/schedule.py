@@ -8,17 +8,20 @@ from collections.abc import Sequence
 
 from primus_ext.project.compiled import Code, Durations, compiled, run
 from primus_ext.project.programs import Program, Shape
-from primus_ext.project.schedules import programs
+from primus_ext.project.schedules import LONG, programs
 
 __all__ = ["LONG", "Timeline", "code_of", "programs", "simulate", "simulate_repeating", "timed"]
 
-_KEPT = 50_000
-"""Pieces of work above which a compiled schedule is not kept (about 20 MB)."""
+_SMALL, _KEPT = 1_000, 50_000
+"""Pieces of work up to which many compiled schedules are kept (0.4 MB each), or a few (20 MB)."""
 
 
-@functools.lru_cache(maxsize=16)
-def _kept(shape: Shape) -> Code:
+def _compiled(shape: Shape) -> Code:
     return compiled(shape, programs(shape))
+
+
+_small = functools.lru_cache(maxsize=128)(_compiled)
+_large = functools.lru_cache(maxsize=16)(_compiled)
 
 
 def code_of(shape: Shape) -> Code:
@@ -27,9 +30,10 @@ def code_of(shape: Shape) -> Code:
     Raises:
         ScheduleError: The framework refuses the shape.
     """
-    if shape.stages * shape.microbatches > _KEPT:
-        return compiled(shape, programs(shape))
-    return _kept(shape)
+    work = shape.stages * shape.microbatches
+    if work > _KEPT:
+        return _compiled(shape)
+    return (_small if work <= _SMALL else _large)(shape)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -93,10 +97,6 @@ def timed(code: Code, durations: Durations) -> Timeline:
     return Timeline(max(finish), finish, busy, p2p, ends)
 
 
-LONG = 32
-"""Microbatches for each pipeline stage after which a schedule is taken to repeat itself."""
-
-
 def simulate_repeating(
     shape: Shape,
     forward: Sequence[Sequence[float]],
@@ -106,7 +106,7 @@ def simulate_repeating(
     weight: Sequence[Sequence[float]] | None = None,
     pair: Sequence[Sequence[Sequence[float]]] | None = None,
     long: int = LONG,
-) -> tuple[Shape, Timeline]:
+) -> tuple[Code, Timeline]:
     """As :func:`simulate`, for any number of microbatches in bounded time.
 
     Once the warm-up is over a schedule repeats with every group of microbatches.  Three shorter
@@ -125,7 +125,8 @@ def simulate_repeating(
         long: Microbatches for each stage after which the schedule is taken to repeat itself.
 
     Returns:
-        The schedule that was simulated, and its timeline with the end where that of ``shape`` is.
+        The schedule that was simulated (its shape may have fewer microbatches), and its timeline
+        with the end where that of ``shape`` is.
     """
     durations = Durations(
         forward=forward, backward=backward, boundary=boundary, first_forward=first_forward,
@@ -135,15 +136,18 @@ def simulate_repeating(
     span = -(-long * shape.pp // 4 // group) * group
     left_out = (shape.microbatches - long * shape.pp - 2 * span) // group
     if left_out <= 0:
-        return shape, timed(code_of(shape), durations)
+        code = code_of(shape)
+        return code, timed(code, durations)
     most = shape.microbatches - left_out * group
     shapes = [dataclasses.replace(shape, microbatches=most - i * span) for i in (2, 1, 0)]
-    runs = [timed(code_of(s), durations) for s in shapes]
+    codes = [code_of(s) for s in shapes]
+    runs = [timed(code, durations) for code in codes]
     before, after = (b.makespan - a.makespan for a, b in zip(runs, runs[1:], strict=False))
     if abs(after - before) > 1e-9 * after:
-        return shape, timed(code_of(shape), durations)
+        code = code_of(shape)
+        return code, timed(code, durations)
     repeats = left_out * group / span
-    return shapes[2], _later(runs[1], runs[2], repeats)
+    return codes[2], _later(runs[1], runs[2], repeats)
 
 
 def _later(earlier: Timeline, timeline: Timeline, repeats: float) -> Timeline:

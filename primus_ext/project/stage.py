@@ -53,6 +53,8 @@ class ChunkTimes:
     weight: float = 0.0
     """Seconds of the backward that compute weight gradients, which nothing else waits for: its
     products of layout nt.  Recomputation is none of them."""
+    segments: tuple[ChunkTimes, ...] = ()
+    """One occurrence of each segment; empty where segments overlap each other (FSDP)."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -123,9 +125,9 @@ class _Stream:
     """
 
     def __init__(self, cost: CostModel, trace: RankTrace) -> None:
-        self._pricer, self._ops, self._host = Pricer(cost, trace), trace.ops, cost.host
-        self._pieces = cost.pipelined_tp
-        self._serial = cost.host is not None and cost.host.blocking
+        self._pricer, self._ops, self._host = Pricer(cost, trace), trace.ops, cost.conditions.host
+        self._pieces = cost.conditions.pipelined_tp
+        self._serial = self._host is not None and self._host.blocking
         """Whether the host waits for every call, so that nothing runs beside anything."""
 
     def run(self, calls: Sequence[Call], scope: ScopeKind | None) -> Ledger:
@@ -154,12 +156,19 @@ class _Stream:
         if waits:
             ledger.work(TermName.HOST, Kind.MEMORY, waits)
 
-    def weight(self, chunk: ChunkTrace) -> float:
-        """Seconds of a chunk's weight gradients."""
+    def weight(self, segments: Sequence[Segment], once: bool = False) -> float:
+        """Seconds of weight gradients; ``once`` of one occurrence of each segment."""
         return sum(
-            segment.count * self._pricer.seconds(call.op)
-            for segment in chunk.segments for call in segment.backward
+            (1 if once else segment.count) * self._pricer.seconds(call.op)
+            for segment in segments for call in segment.backward
             if computes_weights(self._ops[call.op], call)
+        )  # fmt: skip
+
+    def once(self, segment: Segment) -> ChunkTimes:
+        """One occurrence of a segment."""
+        return ChunkTimes(
+            self.part(segment, segment.forward), self.part(segment, segment.backward),
+            self.weight([segment], once=True),
         )  # fmt: skip
 
     def account(self, entries: Sequence[_Entry]) -> None:
@@ -287,10 +296,11 @@ def price(cost: CostModel, trace: RankTrace, microbatches: int = 1) -> StageTime
             chunks.append(_in_order(stream, chunk))
             continue
         ahead, back = Ledger(), Ledger()
-        for segment in chunk.segments:
-            ahead.add(stream.part(segment, segment.forward), segment.count)
-            back.add(stream.part(segment, segment.backward), segment.count)
-        chunks.append(ChunkTimes(ahead, back, stream.weight(chunk)))
+        parts = tuple(stream.once(segment) for segment in chunk.segments)
+        for segment, part in zip(chunk.segments, parts, strict=True):
+            ahead.add(part.forward, segment.count)
+            back.add(part.backward, segment.count)
+        chunks.append(ChunkTimes(ahead, back, stream.weight(chunk.segments), parts))
     step = stream.run(trace.step, None)
     stream.issue(step, [(None, trace.step)])
     return StageTimes(tuple(chunks), step)
@@ -317,7 +327,7 @@ def _in_order(stream: _Stream, chunk: ChunkTrace) -> ChunkTimes:
     entries += [_Entry(call, s.kind, back) for s in reversed(placed) for call in s.backward]
     stream.account(entries)
     _issued(stream, chunk, ahead, back)
-    return ChunkTimes(ahead, back, stream.weight(chunk))
+    return ChunkTimes(ahead, back, stream.weight(chunk.segments))
 
 
 def computes_weights(op: Op, call: Call) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 from primus_ext.trace import Call, Family, RankTrace
 
@@ -21,6 +21,9 @@ _COMPUTE = (
 """Torch's own ops (by the start of the name) whose arithmetic outweighs their memory traffic, and
 which the recorder has no formula for."""
 
+Found = dict[str, tuple[int, str]]
+"""Name of an op to how often it runs in a microbatch, and the first module with it."""
+
 
 def _calls(trace: RankTrace) -> Iterator[tuple[Call, int]]:
     """Every call with how often it runs."""
@@ -32,25 +35,33 @@ def _calls(trace: RankTrace) -> Iterator[tuple[Call, int]]:
         yield call, 1
 
 
-def unknown_ops(stages: Iterable[RankTrace]) -> tuple[str, ...]:
-    """One line for each op that is neither torch's nor a stand-in's, or that is mispriced.
+def of_rank(trace: RankTrace) -> Found:
+    """Ops of one rank that are neither torch's nor a stand-in's, or that are mispriced."""
+    unknown = {
+        index: op.name
+        for index, op in enumerate(trace.ops)
+        if op.family is Family.MEMORY and is_unknown(op.name)
+    }
+    found: Found = {}
+    for call, times in _calls(trace) if unknown else ():
+        if call.op in unknown:
+            count, module = found.get(unknown[call.op], (0, call.module))
+            found[unknown[call.op]] = (count + times, module)
+    return found
+
+
+def unknown_ops(
+    stages: Iterable[RankTrace], of: Callable[[RankTrace], Found] = of_rank
+) -> tuple[str, ...]:
+    """One line for each such op.
 
     Args:
         stages: Trace of every pipeline rank.
+        of: :func:`of_rank`, or what knows its answers.
     """
-    most: dict[str, tuple[int, str]] = {}
+    most: Found = {}
     for trace in stages:
-        unknown = {
-            index: op.name
-            for index, op in enumerate(trace.ops)
-            if op.family is Family.MEMORY and is_unknown(op.name)
-        }
-        found: dict[str, tuple[int, str]] = {}
-        for call, times in _calls(trace) if unknown else ():
-            if call.op in unknown:
-                count, module = found.get(unknown[call.op], (0, call.module))
-                found[unknown[call.op]] = (count + times, module)
-        for name, item in found.items():
+        for name, item in of(trace).items():
             most[name] = max(most.get(name, (0, "")), item)
     return tuple(
         f"op {name} is not known: priced as one pass over its inputs and outputs "

@@ -15,6 +15,9 @@ from primus_ext.project.schedules.zbv_formatted import zbv_formatted
 from primus_ext.project.schedules.zero_bubble import zero_bubble
 
 _MEGATRON = "Megatron-LM, Megatron-Bridge"
+LONG = 32
+"""Microbatches for each pipeline stage after which Megatron's plain schedules are taken to repeat
+themselves."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,19 +40,29 @@ class Schedule:
     """Made for the job's durations: chunks that a rank may hold, from ``pp``."""
     overlaps_data_parallel: bool = False
     """Gradients are reduced while the pipeline runs, where the job asks for it."""
+    needs_pipeline: bool = True
+    """It is another one than Megatron's plain order only with several pipeline ranks."""
+    early: int = 0
+    """Forwards before the first backward beyond those of the plain interleaved schedule."""
+    repeats_after: int = 12
+    """Microbatches for each stage after which it is taken to repeat itself, if two spans of them
+    take the same time; making a schedule beyond Megatron's plain ones costs more."""
+    repeats_memory: bool = False
+    """What is in flight repeats once the warm-up is over, as ``inflight.steady`` has it."""
 
 
 def _all() -> list[Schedule]:
     primus = "Primus (pp_algorithm={})".format
     return [
         Schedule(name="1f1b", title="1F1B", chunks=1, build=one_f_one_b,
-                 offered_by=f"{_MEGATRON}, {primus('1f1b')}", overlaps_data_parallel=True),
+                 offered_by=f"{_MEGATRON}, {primus('1f1b')}", overlaps_data_parallel=True,
+                 needs_pipeline=False, repeats_after=LONG, repeats_memory=True),
         Schedule(name="interleaved", title="interleaved 1F1B", chunks=0, build=interleaved,
                  offered_by=f"{_MEGATRON}, {primus('1f1b-interleaved')}",
-                 overlaps_data_parallel=True),
+                 overlaps_data_parallel=True, repeats_after=LONG, repeats_memory=True),
         Schedule(name="combined-1f1b", title="combined 1F1B", chunks=0, build=combined, pairs=True,
                  offered_by=f"{_MEGATRON} (overlap_moe_expert_parallel_comm)",
-                 overlaps_data_parallel=True),
+                 overlaps_data_parallel=True, needs_pipeline=False, early=1, repeats_memory=True),
         Schedule(name="zero-bubble", title="zero bubble (ZB-H1)", chunks=1, build=zero_bubble,
                  offered_by=primus("zero-bubble")),
         Schedule(name="zero-bubble-auto", title="zero bubble, automatic", chunks=1,
