@@ -24,7 +24,7 @@ from primus_ext.project.compiled import Durations
 from primus_ext.project.ledger import Kind, Ledger, TermName
 from primus_ext.project.programs import ScheduleError, Shape
 from primus_ext.project.rescheduled import Job, Rescheduled, StepTimeline
-from primus_ext.project.result import Memory, Projection, ScheduleRow, Term
+from primus_ext.project.result import Memory, Projection, ScheduleRow, Term, Throughput
 from primus_ext.project.schedule import Timeline, code_of, programs, simulate_repeating
 from primus_ext.project.schedules import named
 from primus_ext.project.throughput import throughput
@@ -72,6 +72,21 @@ def project(
     return _projection(step, under, cluster, mode, program, warnings, schedule)
 
 
+def timed(
+    plan: Plan, traces: Sequence[RankTrace], cluster: Cluster
+) -> tuple[Throughput, tuple[Term, ...]]:
+    """As :func:`project`, without the memory: the time of a step, and its terms."""
+    step, under = _steps(plan, traces, cluster, None)
+    terms, kinds = _terms(step, under)
+    step_s = sum(term.exposed_seconds for term in terms)
+    return throughput(plan, step.stages, cluster, step_s, kinds), tuple(terms)
+
+
+def _terms(step: _Step, under: Rescheduled | None) -> tuple[list[Term], dict[Kind, float]]:
+    total, end = (under.ledger(), under.end) if under else step.total()
+    return step.terms(total, end, under.schedule.name if under else None)
+
+
 def project_and_draw(
     plan: Plan,
     traces: Sequence[RankTrace],
@@ -106,8 +121,7 @@ def _projection(
     program: ProgramRef | None, warnings: Sequence[str], schedule: str | None,
 ) -> Projection:  # fmt: skip
     plan, stages, shape = step.plan, step.stages, step.shape
-    total, end = (under.ledger(), under.end) if under else step.total()
-    terms, kinds = step.terms(total, end, under.schedule.name if under else None)
+    terms, kinds = _terms(step, under)
     step_s = sum(term.exposed_seconds for term in terms)
     judged = memory.verdict(plan, stages, cluster, shape)
     return Projection(
