@@ -65,6 +65,10 @@ def _parser() -> argparse.ArgumentParser:
         "--rows", choices=("newest", "all"), default="newest",
         help="score only the newest row of each configuration (the default), or all",
     )  # fmt: skip
+    check.add_argument(
+        "--memory", choices=("published", "all"), default="published",
+        help="project the memory of runs with a published peak (the default), or of all",
+    )  # fmt: skip
     check.add_argument("--json", type=Path, metavar="OUT", help="write the result there")
     check.set_defaults(run=_validate)
     return parser
@@ -114,7 +118,7 @@ def _import(asked: argparse.Namespace) -> int:
 def _validate(asked: argparse.Namespace) -> int:
     try:
         return validate_runs(
-            asked.runs, asked.subset, asked.ids, asked.json, asked.rows
+            asked.runs, asked.subset, asked.ids, asked.json, asked.rows, asked.memory
         )
     except UsageError as error:
         say(str(error))

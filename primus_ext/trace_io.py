@@ -112,6 +112,8 @@ def _optional(arguments: tuple[Any, ...]) -> Converter:
 
 def _tuple(arguments: tuple[Any, ...]) -> Converter:
     if len(arguments) == 2 and arguments[1] is Ellipsis:
+        if arguments[0] in (int, str):
+            return _many_scalars(arguments[0])
         each = _converter(arguments[0])
 
         def convert(value: Any) -> tuple[Any, ...]:
@@ -128,6 +130,22 @@ def _tuple(arguments: tuple[Any, ...]) -> Converter:
         return tuple([c(item) for c, item in zip(items, value, strict=True)])
 
     return convert_fixed
+
+
+def _many_scalars(kind: type) -> Converter:
+    """Tuples of one scalar type: most of a trace, and checked all at once."""
+    only = {kind}
+
+    def convert(value: Any) -> tuple[Any, ...]:
+        if not isinstance(value, list):
+            raise FormatError(f"{value!r} is not a list")
+        found = tuple(value)
+        if set(map(type, found)) <= only:
+            return found
+        wrong = next(item for item in found if type(item) is not kind)
+        raise FormatError(f"{wrong!r} is not a {kind.__name__}")
+
+    return convert
 
 
 def _dict(key: Any, item: Any) -> Converter:

@@ -157,7 +157,7 @@ def test_interleaving_takes_qwen3_out_of_memory() -> None:
     found = validate.project_runs([one, two], lambda *_: None, 1)
     first, second = found[one["id"]], found["vpp2"]
     assert isinstance(first, validate.Projected) and isinstance(second, validate.Projected)
-    assert first.projection.memory.verdict == "fits"
+    assert first.memory.verdict == "fits"
     more = second.peaks["device"] - first.peaks["device"]
     capacity = load_accelerator("mi355x").hbm_bytes.value
     assert 0.9083 * 288 * GIB < capacity < 0.9083 * 288 * GIB + more

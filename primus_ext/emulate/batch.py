@@ -18,10 +18,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from primus_ext.emulate import bootstrap
+from primus_ext.emulate import bootstrap, session
 from primus_ext.emulate.session import SAME
 
-_IMPORTS = ("megatron.training", "megatron.training.training", "transformer_engine.pytorch")
+_IMPORTS = ("megatron.training", "megatron.training.training", "transformer_engine.pytorch",
+            "primus_ext.emulate.virtual_world")
 
 
 def main(path: str) -> None:
@@ -62,9 +63,10 @@ def require_alike(requests: Sequence[dict[str, Any]]) -> None:
 
 
 def _in_fork(request: dict[str, Any]) -> None:
+    shapes = Path(request["result"] + ".shapes")
     pid = os.fork()
     if pid == 0:
-        _answer(request)
+        _answer({**request, "shapes_learned": str(shapes)})
     deadline = time.monotonic() + float(request.get("timeout_s", 3600))
     while os.waitpid(pid, os.WNOHANG) == (0, 0):
         if time.monotonic() > deadline:
@@ -73,6 +75,9 @@ def _in_fork(request: dict[str, Any]) -> None:
             os.waitpid(pid, 0)
             return
         time.sleep(0.02)
+    if shapes.exists():
+        session.absorb(shapes.read_bytes())  # the next fork starts with them
+        shapes.unlink()
 
 
 def _answer(request: dict[str, Any]) -> None:

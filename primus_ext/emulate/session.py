@@ -11,7 +11,7 @@ import tempfile
 import traceback
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn, Protocol, TypeVar
 
 from primus_ext.emulate.inputs import Inputs
 
@@ -25,12 +25,48 @@ EXIT_INTERNAL = 4
 _current: Session | None = None
 
 
+class Memory(Protocol):
+    """What processes of one program can learn from each other (``shape_cache``)."""
+
+    def size(self) -> int:
+        """How much is known."""
+        ...
+
+    def learned(self, since: int) -> bytes:
+        """What was learned after ``since`` was known."""
+        ...
+
+    def absorb(self, content: bytes) -> None:
+        """Know it too."""
+        ...
+
+
+memory: Memory | None = None
+"""Set where tensors have no storage; here nothing may import torch."""
+
+
 class ProgramError(Exception):
     """The user's program or configuration can't be projected; the message is one sentence."""
 
 
 chosen: set[str] = set()
 """Environment variables that the user left open and that were set in their place."""
+
+
+def known() -> int:
+    """How much :data:`memory` knows."""
+    return 0 if memory is None else memory.size()
+
+
+def learned(since: int) -> bytes:
+    """What it learned after ``since`` was known; nothing where there is none."""
+    return b"" if memory is None else memory.learned(since)
+
+
+def absorb(content: bytes) -> None:
+    """Tell it what another process learned."""
+    if memory is not None and content:
+        memory.absorb(content)
 
 
 def current() -> Session:
@@ -58,6 +94,7 @@ class Session:
         global _current
         self.request = request
         self.warnings: list[str] = []
+        self._known = known()
         self.inputs = Inputs(Path(request["result"]).parent, request.get("cwd", ""))
         _current = self
 
@@ -78,8 +115,14 @@ class Session:
         """
         return Fork(work).result()
 
+    def _tell_shapes(self) -> None:
+        """What other requests to the process behind this one can use (``batch``)."""
+        if "shapes_learned" in self.request:
+            Path(self.request["shapes_learned"]).write_bytes(learned(self._known))
+
     def finish(self, plan: Any, program: Any, traces: list[Any]) -> NoReturn:
         """Write the answer and leave the process; nothing of the user's program runs after."""
+        self._tell_shapes()
         self._write(
             {
                 "status": "ok",
@@ -141,7 +184,8 @@ class Fork[T]:
         self._path.unlink()
         if not data:
             raise RuntimeError(f"the process of one rank died (wait status {status})")
-        kind, value = pickle.loads(data)
+        kind, value, shapes = pickle.loads(data)
+        absorb(shapes)  # the next copy starts with them
         if kind == "ok":
             return value
         if kind == "program":
@@ -151,6 +195,7 @@ class Fork[T]:
 
 def _run_and_leave(work: Callable[[], Any], path: Path) -> None:
     """Body of a fork: never returns."""
+    before = known()
     try:
         answer: tuple[str, Any] = ("ok", work())
     except BaseException as error:
@@ -161,7 +206,7 @@ def _run_and_leave(work: Callable[[], Any], path: Path) -> None:
         if not isinstance(error, ProgramError):
             traceback.print_exc()
     try:
-        path.write_bytes(pickle.dumps(answer))
+        path.write_bytes(pickle.dumps((*answer, learned(before))))
     except BaseException:
         traceback.print_exc()
     sys.stdout.flush()

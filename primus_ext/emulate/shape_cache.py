@@ -11,12 +11,17 @@ buffer, each at another place.  A view begins as far behind its argument whateve
 
 from __future__ import annotations
 
+import itertools
+import pickle
+import sys
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
 from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+from primus_ext.emulate import session
 
 _torch: Any = fake_tensor
 """Its cache has no public interface: the names are those of torch 2.14."""
@@ -75,6 +80,38 @@ def clear() -> None:
     """Forget everything, and what torch remembers as well."""
     _known.clear()
     FakeTensorMode.cache_clear()
+
+
+def size() -> int:
+    """How many calls are remembered: where :func:`learned` starts from."""
+    return len(_known)
+
+
+def learned(since: int) -> bytes:
+    """What was remembered after there were ``since`` calls, for another process of the program.
+
+    Nothing if all was forgotten in between.
+    """
+    new = list(itertools.islice(_known.items(), since, None))
+    operators: dict[Any, int] = {}
+    calls = [(operators.setdefault(k[0], len(operators)), k[1:], result) for k, result in new]
+    return pickle.dumps(([str(operator) for operator in operators], calls))
+
+
+def absorb(content: bytes) -> None:
+    """Remember what another process did (:func:`learned`), as far as there is room."""
+    names, calls = pickle.loads(content)
+    operators = [_operator(name) for name in names]
+    if len(_known) + len(calls) < _LIMIT // 2:
+        for number, rest, result in calls:
+            if operators[number] is not None:
+                _known.setdefault((operators[number], *rest), result)
+
+
+def _operator(name: str) -> Any:
+    """An operator by its name, None where this process does not have it."""
+    namespace, operator, overload = name.split(".")
+    return getattr(getattr(getattr(torch.ops, namespace), operator, None), overload, None)
 
 
 def key(mode: FakeTensorMode, func: Any, args: tuple, kwargs: dict[str, Any]) -> tuple | None:
@@ -181,6 +218,8 @@ def recall(mode: FakeTensorMode, known: tuple, args: tuple) -> Any:
     if result is None:
         return UNKNOWN
     kind, parts = result
+    if not _blank:
+        _fill_blank(mode)
     with torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch():
         ahead = _ahead(known[0], args)
         if kind is FakeTensor:
@@ -237,8 +276,6 @@ def learn(
         return
     if len(_known) >= _LIMIT:
         clear()
-    if not _blank:
-        _fill_blank(mode)
     _known[known] = None
     if func in _VIEWS:
         source = 0
@@ -302,3 +339,6 @@ def _is_whole(tensor: torch.Tensor | None, made: _Made | None) -> bool:
     last = sum((n - 1) * step for n, step in zip(made.shape, made.stride, strict=True))
     size = (last + 1) * tensor.element_size() if all(made.shape) else 0
     return made.offset == 0 and tensor.untyped_storage().nbytes() == size
+
+
+session.memory = sys.modules[__name__]  # type: ignore[assignment]

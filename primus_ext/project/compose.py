@@ -25,7 +25,7 @@ from primus_ext.project.kept import Kept
 from primus_ext.project.ledger import Kind, Ledger, TermName
 from primus_ext.project.programs import ScheduleError, Shape
 from primus_ext.project.rescheduled import Job, Rescheduled, StepTimeline
-from primus_ext.project.result import Memory, Projection, ScheduleRow, Term
+from primus_ext.project.result import Memory, Projection, ScheduleRow, Term, Throughput
 from primus_ext.project.schedule import Timeline, programs, simulate_repeating
 from primus_ext.project.schedules import named
 from primus_ext.project.throughput import throughput
@@ -76,6 +76,21 @@ def project(
     return _projection(step, under, mode, program, warnings, schedule)
 
 
+def timed(
+    plan: Plan, traces: Sequence[RankTrace], cluster: Cluster
+) -> tuple[Throughput, tuple[Term, ...]]:
+    """As :func:`project`, without the memory: the time of a step, and its terms."""
+    step, under = _steps(plan, traces, cluster, None)
+    terms, kinds = _terms(step, under)
+    step_s = sum(term.exposed_seconds for term in terms)
+    return throughput(plan, step.stages, cluster, step_s, kinds), tuple(terms)
+
+
+def _terms(step: _Step, under: Rescheduled | None) -> tuple[list[Term], dict[Kind, float]]:
+    total, end = (under.ledger(), under.end) if under else step.total()
+    return step.terms(total, end, under.schedule.name if under else None)
+
+
 def project_and_draw(
     plan: Plan,
     traces: Sequence[RankTrace],
@@ -118,8 +133,7 @@ def _projection(
 ) -> Projection:  # fmt: skip
     plan, stages, shape, kept = step.plan, step.stages, step.shape, step.kept
     cluster = kept.cluster
-    total, end = (under.ledger(), under.end) if under else step.total()
-    terms, kinds = step.terms(total, end, under.schedule.name if under else None)
+    terms, kinds = _terms(step, under)
     step_s = sum(term.exposed_seconds for term in terms)
     judged = memory.verdict(plan, stages, cluster, shape, kept)
     return Projection(

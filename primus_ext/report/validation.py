@@ -50,6 +50,8 @@ def _note(row: Mapping[str, Any]) -> str:
 
 def _peak(row: Mapping[str, Any]) -> str:
     """Projected peak, and the measured one in its unit."""
+    if row["peak_predicted"] is None:
+        return "-"
     predicted = f"{row['peak_predicted'] / 2**30:.1f}"
     if row["peak_measured"] is None:
         return predicted

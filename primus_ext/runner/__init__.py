@@ -13,12 +13,12 @@ from primus_ext.runner.outcome import Exit, Outcome, UsageError, close, say
 
 
 def validate_runs(
-    runs: Path, subset: str | None, ids: list[str], out: Path | None, which: str
+    runs: Path, subset: str | None, ids: list[str], out: Path | None, which: str, memory: str
 ) -> int:
     """``primus-ext validate``; see :func:`primus_ext.runner.validate.command`."""
     from primus_ext.runner import validate  # NumPy and the pricing rooms, only where needed
 
-    return validate.command(runs, subset, ids, out, which)
+    return validate.command(runs, subset, ids, out, which, memory)
 
 
 __all__ = [

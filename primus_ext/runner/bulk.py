@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import subprocess
@@ -17,13 +18,22 @@ from primus_ext.runner import child
 from primus_ext.runner.trace_cache import TraceCache, folder
 
 BATCH = "primus_ext.emulate.batch"
-SLICE = 16
+SLICE = 48
 """Requests that one process answers: it costs the imports once, a crash the rest of the slice."""
+_SHAPES = ("--hidden-size", "--tensor-model-parallel-size", "--micro-batch-size",
+           "--num-layers")  # fmt: skip
 TIMEOUT_S = 900
 """Seconds after which a job is given up."""
 
-Answer = dict[str, Any] | str
-"""What the child answered; or in one sentence why there is no answer."""
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Answer:
+    """What the child answered, in JSON; or in one sentence why there is no answer."""
+
+    text: str = ""
+    refused: str = ""
+
+
 Told = Callable[[str, Answer], None]
 
 
@@ -45,15 +55,15 @@ def answers(requests: Mapping[str, dict[str, Any]], told: Told, workers: int | N
             asked = {**request, "cwd": name}
             if cache is not None:
                 keys[run] = cache.key(asked, (), child.environment(scratch), scratch)
-                found = cache.load(keys[run], scratch)
+                found = cache.text(keys[run], scratch)
                 if found is not None:
-                    told(run, found)
+                    told(run, Answer(found))
                     continue
             todo[run] = asked
         with child.leaving_on_sigterm():
             for run, answer in _traced(todo, scratch, workers or os.cpu_count() or 1):
-                if cache is not None and isinstance(answer, dict):
-                    cache.store(keys[run], answer, scratch)
+                if cache is not None and answer.text:
+                    cache.store(keys[run], json.loads(answer.text), scratch)
                 told(run, answer)
 
 
@@ -77,11 +87,19 @@ def _traced(
 def _slices(requests: Mapping[str, dict[str, Any]], workers: int) -> list[list[str]]:
     """Names of requests that one process can answer, the longest lists last."""
     alike: dict[str, list[str]] = defaultdict(list)
-    for run, request in requests.items():
+    # what differs least stands side by side: a process remembers the shapes of those before
+    for run, request in sorted(requests.items(), key=lambda item: _likeness(item[1])):
         alike[json.dumps([request.get(key) for key in SAME], sort_keys=True)].append(run)
     size = max(1, min(SLICE, -(-len(requests) // workers)))
     found = [names[i : i + size] for names in alike.values() for i in range(0, len(names), size)]
     return sorted(found, key=len)
+
+
+def _likeness(request: Mapping[str, Any]) -> tuple[str, ...]:
+    """A key by which requests with many shapes in common are neighbours."""
+    words = [str(word) for word in request["args"]]
+    values = dict(zip(words, words[1:], strict=False))
+    return (*(values.get(name, "") for name in _SHAPES), *words)
 
 
 class _Process:
@@ -126,7 +144,7 @@ class _Process:
                 yield name, _read(path)
         if over:
             for name in self._results:
-                yield name, self._complaint()
+                yield name, Answer(refused=self._complaint())
             self._results = {}
 
     def _complaint(self) -> str:
@@ -141,6 +159,8 @@ class _Process:
 
 def _read(path: Path) -> Answer:
     """An answer, which is written whole or not at all."""
-    answer = json.loads(path.read_text())
+    text = path.read_text()
     path.unlink()
-    return answer if answer["status"] == "ok" else str(answer["message"])
+    if text.startswith('{"status": "ok"'):
+        return Answer(text)
+    return Answer(refused=str(json.loads(text)["message"]))

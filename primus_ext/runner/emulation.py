@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -41,25 +40,14 @@ def question(cluster: Cluster) -> dict[str, Any]:
 
 
 def priced(
-    answer: Mapping[str, Any], mode: str, cluster: Cluster, notes: Sequence[str],
-    conditions: Mapping[str, str] | None = None,
-) -> Projection:  # fmt: skip
+    answer: Mapping[str, Any], mode: str, cluster: Cluster, notes: Sequence[str]
+) -> Projection:
     """The projection of what the child traced.
-
-    Args:
-        answer: Of the child.
-        mode: As :func:`primus_ext.project.compose.project`.
-        cluster: The target.
-        notes: What the report must say.
-        conditions: Flags of the plan that the trace does not depend on.
 
     Raises:
         ValueError: the target can't run it (a precision it lacks).
     """
-    plan, traces = _traced(answer)
-    if conditions:
-        plan = dataclasses.replace(plan, flags={**plan.flags, **conditions})
-    return compose.project(plan, traces, cluster, mode=mode, **_said(answer, notes))
+    return compose.project(*_traced(answer), cluster, mode=mode, **_said(answer, notes))
 
 
 def priced_and_drawn(

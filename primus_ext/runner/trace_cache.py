@@ -17,7 +17,7 @@ import sys
 import tempfile
 import time
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,7 @@ VARIABLE = "PRIMUS_EXT_CACHE"
 """Environment variable: the folder of the cache, or ``off``."""
 LIMIT_BYTES = 1 << 30
 """The oldest files go when all of them are larger than this."""
-_FORMAT = 1
+_FORMAT = 2
 _SUFFIX, _PARTIAL = ".trace", ".part-"
 _ABANDONED_S = 3600.0
 _PACKAGE = Path(__file__).resolve().parent.parent
@@ -81,11 +81,16 @@ def _own_source() -> str:
 
 
 class TraceCache:
-    """Answers of the child process by key."""
+    """Answers of the child process by key.
+
+    One serves one run: what is installed, and which files changed, it looks up once.
+    """
 
     def __init__(self, directory: Path) -> None:
         """Use ``directory``, which need not exist."""
         self._directory = directory
+        self._releases: dict[str, str] | None = None
+        self._files: dict[tuple[str, str], Any] = {}
 
     def key(
         self, request: Mapping[str, Any], options: Sequence[str],
@@ -105,8 +110,10 @@ class TraceCache:
             if name not in _SESSION and not name.startswith(_SESSION_PREFIXES)
         }
         asked = {name: value for name, value in request.items() if name not in _TOLD}
+        if self._releases is None:
+            self._releases = releases()
         whole = json.dumps(
-            [_FORMAT, sys.executable, list(options), asked, counted, releases()], sort_keys=True
+            [_FORMAT, sys.executable, list(options), asked, counted, self._releases], sort_keys=True
         )
         return hashlib.sha256(whole.replace(str(scratch), "{scratch}").encode()).hexdigest()
 
@@ -115,17 +122,24 @@ class TraceCache:
 
         A damaged file is named on standard error and left for the next answer to replace.
         """
+        text = self.text(key, scratch)
+        return None if text is None else json.loads(text)
+
+    def text(self, key: str, scratch: Path) -> str | None:
+        """As :meth:`load`, in JSON."""
         path = self._path(key)
         try:
             packed = path.read_bytes()
         except OSError:
             return None
         try:
-            entry = json.loads(zlib.decompress(packed))
+            head, _, answer = zlib.decompress(packed).decode().partition("\n")
+            entry = json.loads(head)
             if entry["key"] != key:
                 raise ValueError("it belongs to another job")
-            unchanged = _is_unchanged(entry["inputs"])
-            answer = json.loads(entry["answer"].replace("{scratch}", str(scratch)))
+            if not answer.endswith("}"):
+                raise ValueError("its answer is not whole")
+            unchanged = self._is_unchanged(entry["inputs"])
         except (zlib.error, ValueError, KeyError, TypeError) as error:
             say(f"the cached trace {path} is damaged and was not used: {error}")
             return None
@@ -133,26 +147,45 @@ class TraceCache:
             return None
         with contextlib.suppress(OSError):
             os.utime(path)  # it is the youngest now
-        return answer
+        return answer.replace("{scratch}", str(scratch))
 
-    def store(self, key: str, answer: Mapping[str, Any], scratch: Path) -> None:
+    def store(self, key: str, answer: Mapping[str, Any], scratch: Path) -> str:
         """Keep an answer, if the child could say what it depends on.
 
         A folder that can't be written is named on standard error; nothing else happens.
+
+        Returns:
+            What :meth:`text` will.
         """
         inputs = answer.get("inputs")
+        text = json.dumps({name: value for name, value in answer.items() if name != "inputs"})
         if inputs is None:
-            return
-        kept = {name: value for name, value in answer.items() if name != "inputs"}
-        text = json.dumps(kept).replace(str(scratch), "{scratch}")
-        entry = json.dumps({"key": key, "inputs": inputs, "answer": text})
+            return text
+        kept = text.replace(str(scratch), "{scratch}")
+        entry = json.dumps({"key": key, "inputs": inputs})
         path = self._path(key)
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            _write(path, zlib.compress(entry.encode()))
+            _write(path, zlib.compress(f"{entry}\n{kept}".encode(), 1))
             self._prune()
         except OSError as error:
             say(f"the trace is not cached: {path.parent} can't be used: {error.strerror or error}")
+        return text
+
+    def _is_unchanged(self, inputs: Mapping[str, Mapping[str, Any]]) -> bool:
+        try:
+            return all(
+                self._now(what, find, path) == known
+                for what, find in (("stats", file_stat), ("hashes", file_hash))
+                for path, known in inputs[what].items()
+            )
+        except OSError:  # one is gone
+            return False
+
+    def _now(self, what: str, find: Callable[[Path], Any], path: str) -> Any:
+        if (what, path) not in self._files:
+            self._files[what, path] = find(Path(path))
+        return self._files[what, path]
 
     def _path(self, key: str) -> Path:
         return self._directory / f"{key}{_SUFFIX}"
@@ -172,15 +205,6 @@ class TraceCache:
             if total > LIMIT_BYTES:
                 with contextlib.suppress(OSError):
                     path.unlink()
-
-
-def _is_unchanged(inputs: Mapping[str, Mapping[str, Any]]) -> bool:
-    try:
-        return all(file_stat(Path(p)) == known for p, known in inputs["stats"].items()) and all(
-            file_hash(Path(p)) == known for p, known in inputs["hashes"].items()
-        )
-    except OSError:  # one is gone
-        return False
 
 
 def _write(path: Path, content: bytes) -> None:

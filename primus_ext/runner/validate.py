@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
+import os
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 from primus_ext.frameworks import published
-from primus_ext.project.result import Projection
-from primus_ext.runner import bulk, emulation, peaks, runs, scores
+from primus_ext.project.result import Memory, Term, Throughput
+from primus_ext.runner import bulk, emulation, peaks, pricing, runs, scores, sharing
 from primus_ext.runner.outcome import Exit, UsageError
 
 GPT_PROGRAM = "primus_ext.frameworks.megatron.gpt_program"
 NEWEST = "newest"
+PUBLISHED = "published"
 
 Progress = Callable[[int, int, str], None]
 
@@ -71,9 +74,12 @@ class Projected:
     """A run and its projection."""
 
     nearest: published.PublishedProgram
-    projection: Projection
+    throughput: Throughput
+    breakdown: tuple[Term, ...]
+    memory: Memory | None
+    """None where it was not asked for."""
     peaks: dict[str, int]
-    """Projected peak bytes by unit, see :mod:`primus_ext.runner.peaks`."""
+    """Projected peak bytes by unit, see :mod:`primus_ext.runner.peaks`; empty without memory."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -124,61 +130,64 @@ def _job(run: dict[str, Any]) -> _Job:
 
 
 def project_runs(
-    wanted: Sequence[dict[str, Any]], progress: Progress, workers: int | None = None
-) -> dict[str, Projected | str]:
+    wanted: Sequence[dict[str, Any]], progress: Progress, workers: int | None = None,
+    memory: Callable[[dict[str, Any]], bool] = lambda run: True,
+) -> dict[str, Projected | str]:  # fmt: skip
     """Project runs in simulate mode.
 
     Args:
         wanted: Runs with different ids.
         progress: Told how many are done.
         workers: Processes at a time; by default the cores of this machine.
+        memory: Of which runs the memory is projected too.
 
     Returns:
         By id, the projection, or why there is none.
     """
     found: dict[str, Projected | str] = {}
     jobs: dict[str, _Job] = {}
-    same: dict[str, list[str]] = {}
+    programs: dict[str, dict[str, Any]] = {}
+    served: dict[str, list[pricing.Wanted]] = {}
     for run in wanted:
         try:
             jobs[run["id"]] = job = _job(run)
         except Skipped as reason:
             found[run["id"]] = str(reason)
             continue
-        same.setdefault(json.dumps(job.request, sort_keys=True), []).append(run["id"])
-    served = {names[0]: names for names in same.values()}  # by the first of equal jobs
+        one = sharing.shared(job.request)
+        name = hashlib.sha256(json.dumps(one.request, sort_keys=True).encode()).hexdigest()
+        programs.setdefault(name, one.request)
+        served.setdefault(name, []).append(
+            pricing.Wanted(run["id"], job.cluster, job.nearest.conditions, one.sizes, memory(run))
+        )
 
-    def told(first: str, answer: bulk.Answer) -> None:
-        priced: dict[str, Projected | str] = {}
-        for name in served[first]:
-            nearest = jobs[name].nearest
-            conditions = json.dumps([nearest.conditions, nearest.network], sort_keys=True)
-            if conditions not in priced:
-                priced[conditions] = _priced(jobs[name], answer)
-            found[name] = result = priced[conditions]
-            if isinstance(result, Projected):  # what was assumed of each run is its own
-                found[name] = dataclasses.replace(result, nearest=nearest)
-        progress(len(found), len(wanted), first)
+    def priced(prices: pricing.Prices) -> None:
+        for name, one in prices.items():
+            found[name] = one if isinstance(one, str) else _projected(jobs[name], one)
+            progress(len(found), len(wanted), name)
 
-    bulk.answers({first: jobs[first].request for first in served}, told, workers)
+    processes = workers or os.cpu_count() or 1
+    with pricing.Pool(len(programs), processes, priced) as pool:
+
+        def told(name: str, answer: bulk.Answer) -> None:
+            if answer.refused:
+                priced({one.name: answer.refused for one in served[name]})
+            else:
+                pool.put(answer.text, served[name])
+
+        bulk.answers(programs, told, workers)
+        pool.finish()
     return found
+
+
+def _projected(job: _Job, found: pricing.Timed) -> Projected:
+    held = {} if found.memory is None else peaks.projected(found.memory)
+    return Projected(job.nearest, found.throughput, found.breakdown, found.memory, held)
 
 
 def project_run(run: dict[str, Any], progress: Progress) -> Row:
     """Project one run in simulate mode and set it beside what was measured."""
     return row(run, project_runs([run], progress, 1)[run["id"]])
-
-
-def _priced(job: _Job, answer: bulk.Answer) -> Projected | str:
-    if isinstance(answer, str):
-        return answer
-    try:
-        projection = emulation.priced(
-            answer, "simulate", job.cluster, [], job.nearest.conditions
-        )
-    except ValueError as error:
-        return str(error)
-    return Projected(job.nearest, projection, peaks.projected(projection.memory))
 
 
 def row(run: dict[str, Any], found: Projected | str, newer: str | None = None) -> Row:
@@ -203,19 +212,19 @@ def row(run: dict[str, Any], found: Projected | str, newer: str | None = None) -
     )
     if isinstance(found, str):
         return dataclasses.replace(base, skipped=found)
-    memory = peaks.beside(run, found.peaks)
+    memory = peaks.beside(run, found.peaks) if found.peaks else {}
     kind = next(iter(memory), None)
-    throughput = found.projection.throughput
+    throughput = found.throughput
     return dataclasses.replace(
         base,
         predicted_s=throughput.step_s,
         interval=dict(throughput.interval),
-        breakdown={t.term: t.exposed_seconds for t in found.projection.breakdown},
+        breakdown={t.term: t.exposed_seconds for t in found.breakdown},
         peak_measured=None if kind is None else memory[kind]["measured"],
-        peak_predicted=found.peaks[kind or peaks.ALLOCATED],
+        peak_predicted=found.peaks.get(kind or peaks.ALLOCATED),
         memory_kind=kind,
         memory=memory,
-        verdict=found.projection.memory.verdict,
+        verdict=None if found.memory is None else found.memory.verdict,
         approximations=found.nearest.approximations,
     )
 
@@ -260,8 +269,9 @@ def to_json(rows: list[Row]) -> str:
 
 
 def command(
-    runs_path: Path, subset_name: str | None, ids: list[str], out: Path | None, which: str = NEWEST
-) -> int:
+    runs_path: Path, subset_name: str | None, ids: list[str], out: Path | None, which: str = NEWEST,
+    memory: str = PUBLISHED,
+) -> int:  # fmt: skip
     """``primus-ext validate``: project, print, write.
 
     Args:
@@ -270,6 +280,8 @@ def command(
         ids: Run ids; all runs (of the subset) where empty.
         out: File for the JSON result.
         which: ``newest`` to score only the newest row of each configuration, ``all``.
+        memory: Of which runs the memory is projected: ``published``, those with a measured peak,
+            or ``all``.
 
     Returns:
         0; 2 if no row could be projected.  Skipped rows are reported, not an error.
@@ -286,7 +298,10 @@ def command(
     chosen = runs.load(runs_path, wanted)
     newer = runs.superseded(chosen) if which == NEWEST else {}
     with ProgressBar() as bar:
-        found = project_runs(chosen, bar.update)
+        found = project_runs(
+            chosen, bar.update,
+            memory=lambda run: memory != PUBLISHED or bool(peaks.published(run)),
+        )  # fmt: skip
     rows = [row(run, found[run["id"]], newer.get(run["id"])) for run in chosen]
     text = to_json(rows)
     if out is not None:

@@ -103,7 +103,7 @@ def outcome(run: dict[str, Any], found: validate.Projected | str) -> dict[str, A
     if isinstance(found, str):
         return {"skipped": found}
     return {
-        "verdict": found.projection.memory.verdict,
+        "verdict": found.memory.verdict,
         "capacity": int(load_accelerator(found.nearest.accelerator).hbm_bytes.value),
         "predicted": dict(found.peaks),
         "memory": peaks.beside(run, found.peaks),
