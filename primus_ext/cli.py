@@ -10,7 +10,7 @@ from pathlib import Path
 
 from primus_ext import __version__
 from primus_ext.conf_dir import hydra_conf_dir
-from primus_ext.runner import Exit, UsageError, say, validate_runs
+from primus_ext.runner import Exit, UsageError, fit_runs, say, validate_runs
 from primus_ext.runner.outcome import VERDICT_FILE
 
 
@@ -71,7 +71,26 @@ def _parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     check.add_argument("--json", type=Path, metavar="OUT", help="write the result there")
     check.set_defaults(run=_validate)
+    fit = commands.add_parser(
+        "fit",
+        help="fit what training reaches of short runs to measured runs",
+        description="Fit the factors between short runs and training to the step times of complete "
+        "pretraining runs, and print the errors of runs left out of the fit.",
+    )
+    fit.add_argument("runs", type=Path, help="runs file")
+    fit.add_argument("--out", type=Path, metavar="DIR",
+                     help="folder for GENERATION.yaml (default: the installed one)")
+    fit.add_argument("--report", type=Path, metavar="FILE", help="write the errors there, Markdown")
+    fit.set_defaults(run=_fit)
     return parser
+
+
+def _fit(asked: argparse.Namespace) -> int:
+    try:
+        return fit_runs(asked.runs, asked.out, asked.report)
+    except UsageError as error:
+        say(str(error))
+        return Exit.USAGE
 
 
 def _cluster_parser(commands: argparse._SubParsersAction) -> None:

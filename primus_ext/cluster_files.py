@@ -48,6 +48,14 @@ def accelerator_names() -> list[str]:
     return sorted(path.stem for path in (hydra_conf_dir() / "accelerator").glob("*.yaml"))
 
 
+def sustained_name(accelerator: str) -> str:
+    """The table of factors that a shipped accelerator shares, e.g. ``hopper``."""
+    own = _document(hydra_conf_dir() / "accelerator" / f"{accelerator}.yaml")
+    if "sustained" in own:
+        return str(own["sustained"])
+    return sustained_name(str(own["like"]))
+
+
 def is_file(name: str) -> bool:
     """Whether an accelerator is named by the path of its file."""
     return name.endswith((".yaml", ".yml"))

@@ -12,7 +12,7 @@ from primus_ext.project.ledger import Kind
 from primus_ext.project.result import Throughput
 from primus_ext.trace import Family, RankTrace
 
-LEVEL = 0.8
+LEVEL = 0.9
 """Probability that the interval is meant to hold the measured step time."""
 
 _MODEL = (Family.GEMM, Family.GROUPED_GEMM, Family.ATTENTION)
@@ -39,12 +39,19 @@ def model_flops_per_gpu(plan: Plan, stages: Sequence[RankTrace]) -> float:
     return 3.0 * forwards * plan.batch.num_microbatches / plan.parallelism.pp
 
 
-def half_width(cluster: Cluster, kinds: dict[Kind, float]) -> float:
+def half_width(cluster: Cluster, plan: Plan, kinds: dict[Kind, float]) -> float:
     """Half width of the interval on the logarithm of the step time.
 
-    The uncertainties of the kinds of work are weighted by their exposed time and added, as if all
-    were wrong in the same direction: what is off in one kernel is off in all of its kind.
+    What :data:`LEVEL` of the measured runs that were left out of the fit stay within
+    (``step_error`` of ``Accelerator.sustained``); without it the uncertainties of the kinds of
+    work, weighted by their exposed time and added: what is off in one kernel is off in all of its
+    kind.
     """
+    known = cluster.accelerator.sustained.get(
+        "step_error/experts" if plan.model.num_experts else "step_error/dense"
+    )
+    if known is not None:
+        return known.value
     total = math.fsum(kinds.values())
     if not total:
         return 0.0
@@ -71,7 +78,7 @@ def throughput(
     tokens = plan.batch.gbs * plan.batch.seq
     rate = model_flops_per_gpu(plan, stages) / step_s
     peak = peak_flops(cluster.accelerator, plan.precision.number_format)
-    width = half_width(cluster, kinds)
+    width = half_width(cluster, plan, kinds)
     return Throughput(
         step_s=step_s,
         tokens_per_s_per_gpu=tokens / step_s / plan.parallelism.world_size,

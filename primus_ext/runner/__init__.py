@@ -21,6 +21,13 @@ def validate_runs(
     return validate.command(runs, subset, ids, out, which, memory)
 
 
+def fit_runs(runs: Path, out: Path | None, report: Path | None) -> int:
+    """``primus-ext fit``; see :func:`primus_ext.runner.fit.command`."""
+    from primus_ext.runner import fit
+
+    return fit.command(runs, out or fit.default_out(), report)
+
+
 __all__ = [
     "MODES",
     "Exit",
@@ -30,6 +37,7 @@ __all__ = [
     "UsageError",
     "arm_tripwire",
     "close",
+    "fit_runs",
     "place",
     "run",
     "say",

@@ -83,7 +83,7 @@ class Projected:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class _Job:
+class Job:
     """The nearest program of a run on its target."""
 
     nearest: published.PublishedProgram
@@ -105,7 +105,7 @@ def nearest_program(run: dict[str, Any]) -> published.PublishedProgram:
         raise Skipped(f"its description is not complete: {error!r}") from error
 
 
-def _job(run: dict[str, Any]) -> _Job:
+def _job(run: dict[str, Any]) -> Job:
     defect = runs.defect(run)
     if defect is not None:
         raise Skipped(defect)
@@ -126,7 +126,45 @@ def _job(run: dict[str, Any]) -> _Job:
         **emulation.question(cluster),
     }
     request["frameworks"] += nearest.emulations
-    return _Job(nearest, cluster, request)
+    return Job(nearest, cluster, request)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Gathered:
+    """Runs, the programs that stand for them, and what is wanted of each program."""
+
+    jobs: dict[str, Job] = dataclasses.field(default_factory=dict)
+    programs: dict[str, dict[str, Any]] = dataclasses.field(default_factory=dict)
+    """Requests by name; several runs may share one."""
+    served: dict[str, list[pricing.Wanted]] = dataclasses.field(default_factory=dict)
+    """By the name of a program."""
+    skipped: dict[str, str] = dataclasses.field(default_factory=dict)
+    """Runs that no program stands for, and why."""
+
+
+def gather(
+    wanted: Sequence[dict[str, Any]], memory: Callable[[dict[str, Any]], bool]
+) -> Gathered:
+    """The programs to trace for runs.
+
+    Args:
+        wanted: Runs with different ids.
+        memory: Of which runs the memory is projected too.
+    """
+    found = Gathered()
+    for run in wanted:
+        try:
+            found.jobs[run["id"]] = job = _job(run)
+        except Skipped as reason:
+            found.skipped[run["id"]] = str(reason)
+            continue
+        one = sharing.shared(job.request)
+        name = hashlib.sha256(json.dumps(one.request, sort_keys=True).encode()).hexdigest()
+        found.programs.setdefault(name, one.request)
+        found.served.setdefault(name, []).append(
+            pricing.Wanted(run["id"], job.cluster, job.nearest.conditions, one.sizes, memory(run))
+        )
+    return found
 
 
 def project_runs(
@@ -144,26 +182,14 @@ def project_runs(
     Returns:
         By id, the projection, or why there is none.
     """
-    found: dict[str, Projected | str] = {}
-    jobs: dict[str, _Job] = {}
-    programs: dict[str, dict[str, Any]] = {}
-    served: dict[str, list[pricing.Wanted]] = {}
-    for run in wanted:
-        try:
-            jobs[run["id"]] = job = _job(run)
-        except Skipped as reason:
-            found[run["id"]] = str(reason)
-            continue
-        one = sharing.shared(job.request)
-        name = hashlib.sha256(json.dumps(one.request, sort_keys=True).encode()).hexdigest()
-        programs.setdefault(name, one.request)
-        served.setdefault(name, []).append(
-            pricing.Wanted(run["id"], job.cluster, job.nearest.conditions, one.sizes, memory(run))
-        )
+    gathered = gather(wanted, memory)
+    found: dict[str, Projected | str] = dict(gathered.skipped)
+    jobs, programs, served = gathered.jobs, gathered.programs, gathered.served
 
     def priced(prices: pricing.Prices) -> None:
         for name, one in prices.items():
-            found[name] = one if isinstance(one, str) else _projected(jobs[name], one)
+            timed = isinstance(one, pricing.Timed)
+            found[name] = _projected(jobs[name], one) if timed else str(one)
             progress(len(found), len(wanted), name)
 
     processes = workers or os.cpu_count() or 1
@@ -180,7 +206,7 @@ def project_runs(
     return found
 
 
-def _projected(job: _Job, found: pricing.Timed) -> Projected:
+def _projected(job: Job, found: pricing.Timed) -> Projected:
     held = {} if found.memory is None else peaks.projected(found.memory)
     return Projected(job.nearest, found.throughput, found.breakdown, found.memory, held)
 
