@@ -30,6 +30,17 @@ KINDS = (
 _LIKE = {"fp16": "bf16", "tf32": "bf16", "fp32": "bf16"}
 
 
+def factor(accelerator: Accelerator, kind: str) -> float:
+    """Seconds in training over those alone, of one of :data:`KINDS` on a product."""
+    computes = kind.startswith("gemm/") or kind == "attention"
+    return (_computing if computes else _factor)(accelerator, kind)
+
+
+def of_format(number_format: str) -> str:
+    """The kind of matrix products in a number format."""
+    return f"gemm/{_LIKE.get(number_format, number_format)}"
+
+
 def _factor(accelerator: Accelerator, kind: str) -> float:
     figure = accelerator.sustained.get(kind)
     return figure.value if figure else 1.0
@@ -49,7 +60,7 @@ def slowdown(accelerator: Accelerator, op: Op) -> float:
     """Seconds of an op in training over those alone, on an idle device at boost clock."""
     if op.family in (Family.GEMM, Family.GROUPED_GEMM):
         number_format = format_of(op.attr("dtype"))
-        own = _computing(accelerator, f"gemm/{_LIKE.get(number_format, number_format)}")
+        own = _computing(accelerator, of_format(number_format))
         grouped = op.family is Family.GROUPED_GEMM
         return own * (_factor(accelerator, "grouped_gemm") if grouped else 1.0)
     if op.family is Family.ATTENTION:

@@ -160,7 +160,7 @@ def _projection(
             "binding_pp_rank": under.binding if under else step.binding,
             "prices": "model: published peaks, bandwidths and efficiencies",
             **kept.of_target("figures", lambda: _figures(cluster)),
-            "interval": "published spread of operators, weighted by exposed time, added",
+            "interval": "errors of published runs that were left out of the fit",
         },
     )
 
