@@ -61,6 +61,29 @@ def test_a_remembered_result_is_torchs(call: tuple[Any, tuple, dict[str, Any]]) 
     assert [described(t, args) for t in one] == [described(t, args) for t in two]
 
 
+@pytest.mark.parametrize(
+    ("func", "rest"),
+    [
+        (aten.view.dtype, (torch.float32,)), (aten.view.default, ([2, 8],)),
+        (aten.slice.Tensor, (0, 4, 12)), (aten.detach.default, ()),
+        (aten.as_strided.default, ([4], [2], 8)),
+    ],
+)  # fmt: skip
+def test_a_view_of_an_argument_that_begins_elsewhere_begins_where_torchs_does(
+    func: Any, rest: tuple
+) -> None:
+    with FakeTensorMode() as mode:
+        base = torch.empty(64, dtype=torch.uint8)
+        for start in (32, 0, 16):  # a later one may begin before the one that was learned
+            args = (base[start : start + 16], *rest)
+            known = shape_cache.key(mode, func, args, {})
+            fresh = func(*args)
+            assert known is not None
+            shape_cache.learn(mode, known, func, args, {}, fresh)
+            again = shape_cache.recall(mode, known, args)
+            assert described(again, args) == described(fresh, args)
+
+
 def test_arguments_that_are_equal_but_not_the_same_are_told_apart() -> None:
     with FakeTensorMode() as mode:
         a = torch.empty(4)

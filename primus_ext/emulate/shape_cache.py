@@ -30,8 +30,8 @@ _OPAQUE = frozenset({"primus_te", "primus_flash", "primus_apex", "primus_mamba",
 the shapes of the arguments, whatever their values."""
 _aten = torch.ops.aten
 _SLICE = _aten.slice.Tensor
-_ABSOLUTE = frozenset({_aten.as_strided.default})
-"""Views that say themselves where in the storage they begin."""
+_ABSOLUTE = frozenset({_aten.as_strided.default, _aten.view.dtype})
+"""Views that say themselves where in the storage they begin, or count it in other elements."""
 _VIEWS = frozenset(
     {_aten.split.Tensor, _aten.split_with_sizes.default, _aten.unbind.int, _aten.chunk.default}
 )
