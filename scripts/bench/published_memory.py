@@ -102,6 +102,8 @@ def outcome(run: dict[str, Any], found: validate.Projected | str) -> dict[str, A
     """What a projection says of a run."""
     if isinstance(found, str):
         return {"skipped": found}
+    if found.memory is None:
+        return {"skipped": "its memory was not asked for"}
     return {
         "verdict": found.memory.verdict,
         "capacity": int(load_accelerator(found.nearest.accelerator).hbm_bytes.value),
