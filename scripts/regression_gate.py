@@ -110,6 +110,11 @@ def _terms(new: Prediction, old: Prediction) -> list[str]:
     return [f"{n} {change[n]:+.3g} s" for n in sorted(large, key=lambda n: -abs(change[n]))]
 
 
+def mean_error(found: Predictions) -> float:
+    """Mean absolute error against what was measured, percent; at least one run."""
+    return 100 * sum(abs(o.predicted_s / o.measured_s - 1) for o in found.values()) / len(found)
+
+
 def written(found: Predictions) -> str:
     """The table, CSV: a line a run, a column a term; six digits."""
     terms = sorted({term for one in found.values() for term in one.terms})
@@ -151,11 +156,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if asked.write:
         TABLE.write_text(written(now), encoding="utf-8")
         return Exit.DONE
-    found = moved(now, committed(TABLE))
+    before = committed(TABLE)
+    found = moved(now, before)
     for line in found:
         sys.stderr.write(f"{line}\n")
     if found:
         sys.stderr.write("If this is meant: python scripts/regression_gate.py --write\n")
+    errors = f"{mean_error(before):.2f} % before, {mean_error(now):.2f} % now"
+    sys.stderr.write(f"Mean error: {errors}\n")
     return Exit.REGRESSION if found else Exit.DONE
 
 

@@ -65,6 +65,11 @@ def test_a_run_that_is_new_or_gone_is_named(gate: ModuleType) -> None:
     ]  # fmt: skip
 
 
+def test_the_mean_error_counts_too_long_and_too_short_alike(gate: ModuleType) -> None:
+    found = {"a": gate.Prediction(2.0, 2.2, {}), "b": gate.Prediction(4.0, 3.2, {})}
+    assert gate.mean_error(found) == pytest.approx(15.0)
+
+
 def test_two_runs_are_projected_as_committed(gate: ModuleType) -> None:
     table = gate.committed(gate.TABLE)
     now = gate.predictions(runs.load(gate.RUNS, FEW), lambda *_: None, 1)
