@@ -162,7 +162,7 @@ def table(fit: Fit, generation: str) -> str:
     lines = [
         f"# What training reaches of the rates of short runs, {generation}: factors on seconds.",
         "# Written by primus-ext fit; what is absent has no rows and is 1.",
-        f"{REFERENCE}:", f"  value: {power:g}", f"  source: of {product}",
+        f"{REFERENCE}:", f"  value: {power:g}", f"  source: the board power of {product}",
     ]  # fmt: skip
     for kind in (HOST, *KINDS):
         name = parameter(generation, vendor, kind)
