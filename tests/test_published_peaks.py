@@ -162,7 +162,7 @@ def test_interleaving_takes_qwen3_out_of_memory() -> None:
     capacity = load_accelerator("mi355x").hbm_bytes.value
     assert 0.9083 * 288 * GIB < capacity < 0.9083 * 288 * GIB + more
     assert second.memory.verdict == "at_risk"  # with what runs of its kind took more
-    (why,) = second.projection.memory.notes
+    (why,) = second.memory.notes
     assert "16% more device memory than is projected" in why
 
 
