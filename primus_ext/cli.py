@@ -27,7 +27,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         SystemExit: 2 for arguments that argparse refuses, 0 after ``--help`` or ``--version``.
     """
     asked = _parser().parse_args(arguments)
-    return int(asked.run(asked))
+    try:
+        return int(asked.run(asked))
+    except UsageError as error:
+        say(str(error))
+        return Exit.USAGE
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -86,11 +90,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _fit(asked: argparse.Namespace) -> int:
-    try:
-        return fit_runs(asked.runs, asked.out, asked.report)
-    except UsageError as error:
-        say(str(error))
-        return Exit.USAGE
+    return fit_runs(asked.runs, asked.out, asked.report)
 
 
 def _cluster_parser(commands: argparse._SubParsersAction) -> None:
@@ -135,13 +135,9 @@ def _import(asked: argparse.Namespace) -> int:
 
 
 def _validate(asked: argparse.Namespace) -> int:
-    try:
-        return validate_runs(
-            asked.runs, asked.subset, asked.ids, asked.json, asked.rows, asked.memory
-        )
-    except UsageError as error:
-        say(str(error))
-        return Exit.USAGE
+    return validate_runs(
+        asked.runs, asked.subset, asked.ids, asked.json, asked.rows, asked.memory
+    )
 
 
 def _targets(_asked: argparse.Namespace) -> int:

@@ -20,7 +20,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from primus_ext.runner import bulk, pricing, runs, validate  # noqa: E402
+from primus_ext.runner import pricing, runs, validate  # noqa: E402
 from primus_ext.runner.outcome import Exit  # noqa: E402
 
 RUNS = ROOT / "validation" / "gate_runs.yaml"
@@ -62,20 +62,21 @@ def predictions(
         raise ValueError(f"{name} can't be projected: {reason}")
     found: dict[str, Prediction] = {}
 
-    def told(program: str, answer: bulk.Answer) -> None:
-        served = [formulas_alone(one) for one in gathered.served[program]]
-        if answer.refused:
-            raise ValueError(f"{served[0].name} can't be projected: {answer.refused}")
-        for name, timed in pricing.price(answer.text, served).items():
-            if isinstance(timed, str):
+    def told(prices: pricing.Prices) -> None:
+        for name, timed in prices.items():
+            if not isinstance(timed, pricing.Timed):
                 raise ValueError(f"{name} can't be projected: {timed}")
             found[name] = Prediction(
                 measured[name], timed.throughput.step_s,
                 {term.term: term.exposed_seconds for term in timed.breakdown},
             )  # fmt: skip
-        progress(len(found), len(wanted), program)
+            progress(len(found), len(wanted), name)
 
-    bulk.answers(gathered.programs, told, workers)
+    served = {
+        program: [formulas_alone(one) for one in jobs]
+        for program, jobs in gathered.served.items()
+    }
+    pricing.run(gathered.programs, served, told, workers)
     return {run["id"]: found[run["id"]] for run in wanted}
 
 

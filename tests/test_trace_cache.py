@@ -170,7 +170,8 @@ from primus_ext.runner import child, emulation, tracing
 child.BOOTSTRAP = "no.such.module"
 folder = Path({folder!r})
 answer = tracing.answer({request!r}, [], folder, folder / "log", lambda *_: None)
-projection = emulation.priced(answer, "simulate", emulation.load_cluster("h100", 1, 1), [])
+cluster = emulation.load_cluster("h100", 1, 1)
+projection, _ = emulation.priced_and_drawn(answer, "simulate", cluster, [])
 print(projection.memory.verdict)
 print([name for name in ("torch", "megatron") if name in sys.modules])
 """

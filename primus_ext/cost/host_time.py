@@ -12,6 +12,7 @@ import dataclasses
 from collections.abc import Sequence
 
 from primus_ext.cluster import Accelerator
+from primus_ext.cost.sustained import HOST
 from primus_ext.plan import Plan
 from primus_ext.trace import LAYERS, Call, Family, Op, ScopeKind, Segment
 
@@ -52,7 +53,7 @@ class HostTime:
     def of(cls, plan: Plan, accelerator: Accelerator) -> HostTime:
         """For a job on an accelerator."""
         return cls(
-            call_s=accelerator.sustained["host_call_s"].value,
+            call_s=accelerator.sustained[HOST].value,
             launch_s=accelerator.kernel_launch_s.value,
             blocking=any(str(plan.flags.get(name, "0")) not in ("", "0") for name in _BLOCKING),
             graphs=graph_modules(plan),

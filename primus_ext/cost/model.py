@@ -16,6 +16,7 @@ from primus_ext.cost import (
 )
 from primus_ext.cost.conditions import Conditions
 from primus_ext.cost.measured import Measured
+from primus_ext.cost.placement import placement
 from primus_ext.cost.priced import FREE, CostError, Priced
 from primus_ext.trace import Collective, Family, Op
 
@@ -113,6 +114,6 @@ class CostModel:
         """A price of communication beside the rest of a training step."""
         if self._alone:
             return priced
-        domains = len({rank // self.cluster.scale_up_domain for rank in ranks})
+        domains = placement(self.cluster, ranks).domains
         factor = sustained.communication(self.cluster.accelerator, domains, exchange=exchange)
         return sustained.slowed(priced, factor)

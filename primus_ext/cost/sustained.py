@@ -22,6 +22,8 @@ POWER_EXPONENT = 0.5
 0.75) of the error of step times left out of the fit, boards of 500 to 1,400 W."""
 REFERENCE = "board_power_w"
 """Entry of the table: the board power that its factors hold at."""
+HOST = "host_call_s"
+"""Entry of the table: seconds of the host for each call that it issues."""
 KINDS = (
     "gemm/bf16", "gemm/fp8", "gemm/fp8_block", "gemm/mxfp8", "gemm/nvfp4", "grouped_gemm",
     "attention", "memory", "quantize", "scale_up", "scale_out", "exchange",

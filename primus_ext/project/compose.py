@@ -116,11 +116,10 @@ def _steps(
     kept: Kept | None = None,
 ) -> tuple[_Step, Rescheduled | None]:  # fmt: skip
     """The step as the framework runs it, and under another schedule where one is asked for."""
-    if kept is None:
-        kept = Kept(cluster)
-    elif kept.cluster is not cluster:
+    conditions = Conditions.of(plan, cluster.accelerator)
+    if kept is not None and kept.cluster is not cluster:
         raise PlanError(f"what is kept is of {kept.cluster.name}, not of this {cluster.name}")
-    kept = kept.under(Conditions.of(plan, cluster.accelerator))
+    kept = kept.under(conditions) if kept else Kept(cluster, conditions=conditions)
     require_precision(cluster.accelerator, plan.precision)
     stages = stage_traces(plan, traces, cluster)
     step = _Step(plan, stages, kept, schedule_shape(plan))

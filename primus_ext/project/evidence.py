@@ -46,7 +46,7 @@ def of(term: TermName, plan: Plan, cluster: Cluster, schedule: str | None = None
     if term in (TermName.EDGES, TermName.RECOMPUTE):
         return f"model: {gemm}, {memory}"
     if term is TermName.HOST:
-        call = accelerator.sustained["host_call_s"].value
+        call = accelerator.sustained[sustained.HOST].value
         return f"model: {call * 1e6:.0f} us a call on the host"
     if term in _COMMUNICATION:
         shares = f"links and NICs at published shares{_carried(cluster, plan, term)}"

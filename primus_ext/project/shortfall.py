@@ -5,7 +5,8 @@ RCCL's buffers explain.  Until that is understood a projection says how much it 
 would not fit with as much more is at risk.  The share of the measured peak that is missing, at
 most, of published runs with that dispatcher (``scripts/fit/device_shortfall.py``): six runs of
 DeepSeek-V2-Lite on 8 MI355X with all-to-all, largest at microbatch 1; four with DeepEP (up to 4 %)
-and Qwen3-235B on 32, 1F1B (``validation/memory_runs.yaml``).
+and Qwen3-235B on 32, 1F1B (``validation/memory_runs.yaml``).  The figure for flex is that last
+run's alone, whose configuration is partly assumed: a warning, not a prediction.
 """
 
 from __future__ import annotations

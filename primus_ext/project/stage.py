@@ -141,17 +141,19 @@ class _Stream:
         ledger = self.run(calls, segment.kind)
         if segment.kind in LAYERS:
             _pipeline(ledger, self._pieces)
-        self.issue(ledger, [(segment, calls)])
+        self.issue(ledger, [(segment, calls, 1)])
         return ledger
 
-    def issue(self, ledger: Ledger, parts: Sequence[tuple[Segment | None, Sequence[Call]]]) -> None:
-        """Add what the device waits for the host, over several parts of the model."""
+    def issue(
+        self, ledger: Ledger, parts: Sequence[tuple[Segment | None, Sequence[Call], int]]
+    ) -> None:
+        """Add what the device waits for the host, over parts that occur so many times."""
         if self._host is None:
             return
         seconds = 0.0
-        for segment, calls in parts:
+        for segment, calls, count in parts:
             free = self._host.captured(segment) if segment else 0.0
-            seconds += (1.0 - free) * self._host.seconds(self._ops, calls)
+            seconds += count * (1.0 - free) * self._host.seconds(self._ops, calls)
         waits = self._host.waits(ledger.seconds, seconds)
         if waits:
             ledger.work(TermName.HOST, Kind.MEMORY, waits)
@@ -261,7 +263,7 @@ def _whole_step(stream: _Stream, trace: RankTrace, microbatches: int) -> StageTi
         entries += [_Entry(call, s.kind, backward) for s in placed[::-1] for call in s.backward]
         shares += [(ahead, forward, weight), (back, backward, weight)]
     stream.account(entries)
-    stream.issue(step, [(None, trace.step)])
+    stream.issue(step, [(None, trace.step, 1)])
     for total, one, weight in shares:
         total.add(one, weight / microbatches)
     _issued(stream, chunk, ahead, back)
@@ -270,9 +272,8 @@ def _whole_step(stream: _Stream, trace: RankTrace, microbatches: int) -> StageTi
 
 def _issued(stream: _Stream, chunk: ChunkTrace, ahead: Ledger, back: Ledger) -> None:
     """Add the host's time to a microbatch that was priced as a whole."""
-    segments = [(s, s.count) for s in chunk.segments]
-    stream.issue(ahead, [(s, s.forward) for s, count in segments for _ in range(count)])
-    stream.issue(back, [(s, s.backward) for s, count in segments for _ in range(count)])
+    stream.issue(ahead, [(s, s.forward, s.count) for s in chunk.segments])
+    stream.issue(back, [(s, s.backward, s.count) for s in chunk.segments])
 
 
 def price(cost: CostModel, trace: RankTrace, microbatches: int = 1) -> StageTimes:
@@ -302,7 +303,7 @@ def price(cost: CostModel, trace: RankTrace, microbatches: int = 1) -> StageTime
             back.add(part.backward, segment.count)
         chunks.append(ChunkTimes(ahead, back, stream.weight(chunk.segments), parts))
     step = stream.run(trace.step, None)
-    stream.issue(step, [(None, trace.step)])
+    stream.issue(step, [(None, trace.step, 1)])
     return StageTimes(tuple(chunks), step)
 
 

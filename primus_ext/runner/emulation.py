@@ -14,7 +14,7 @@ from primus_ext.project.rescheduled import StepTimeline
 from primus_ext.project.result import Projection
 from primus_ext.trace import RankTrace
 
-__all__ = ["load_cluster", "priced", "priced_and_drawn", "question"]
+__all__ = ["load_cluster", "priced_and_drawn", "question"]
 
 FRAMEWORKS = ("primus_ext.frameworks.megatron.entry",)
 """Modules that hook a framework's training entry point in the child."""
@@ -37,17 +37,6 @@ def question(cluster: Cluster) -> dict[str, Any]:
             "warp_size": _WARP_SIZE[accelerator.vendor],
         },
     }
-
-
-def priced(
-    answer: Mapping[str, Any], mode: str, cluster: Cluster, notes: Sequence[str]
-) -> Projection:
-    """The projection of what the child traced.
-
-    Raises:
-        ValueError: the target can't run it (a precision it lacks).
-    """
-    return compose.project(*_traced(answer), cluster, mode=mode, **_said(answer, notes))
 
 
 def priced_and_drawn(

@@ -19,23 +19,22 @@ from primus_ext.cluster import Accelerator, Cluster, Figure
 from primus_ext.cluster_data import load_accelerator
 from primus_ext.cluster_files import accelerator_names, sustained_name
 from primus_ext.conf_dir import hydra_conf_dir
-from primus_ext.cost.sustained import KINDS, REFERENCE
-from primus_ext.runner import bulk, fitting, pricing, runs, validate
+from primus_ext.cost.sustained import HOST, KINDS, REFERENCE
+from primus_ext.runner import fitting, pricing, runs, validate
 from primus_ext.runner.fitting import Parameter, Sample
-from primus_ext.runner.outcome import Exit, UsageError
+from primus_ext.runner.outcome import Exit, UsageError, write_asked
 
 ROUNDS = 4
 LEVEL = 0.9
 """Of the interval around a step time."""
-HOST = "host_call_s"
 _REFERENCES = {"ampere": "a100", "hopper": "h100", "blackwell": "b200", "cdna3": "mi300x",
                "cdna4": "mi355x"}  # fmt: skip
 """Product whose board power the factors of a generation hold at."""
 _OWN = ("gemm/", "attention")
 """Kinds that each generation has of its own; the others are shared by a vendor's."""
 _PRIOR_HOST = {"nvidia": 30e-6, "amd": 50e-6}
-"""Seconds a call: PyTorch with autograd and a module of Python around it, of the order of tens of
-microseconds (PyTorch blog, "Accelerating PyTorch with CUDA Graphs": launches of 10 to 40 us)."""
+"""Seconds a call: a judgement, no published figure was found; the prior is wide (a factor of two)
+and the runs decide."""
 
 
 def parameter(generation: str, vendor: str, kind: str) -> Parameter:
@@ -66,19 +65,10 @@ def _samples(
                 found[name] = _sample(chosen[name], gathered.jobs[name].cluster.accelerator, one)
 
     served = {
-        program: [
-            dataclasses.replace(one, cluster=_at(one.cluster, factors)) for one in wanted
-        ]
+        program: [dataclasses.replace(one, cluster=_at(one.cluster, factors)) for one in wanted]
         for program, wanted in gathered.served.items()
     }
-    with pricing.Pool(len(served), workers, told, pricing.slopes) as pool:
-
-        def answered(name: str, answer: bulk.Answer) -> None:
-            if answer.text:
-                pool.put(answer.text, served[name])
-
-        bulk.answers(gathered.programs, answered, workers)
-        pool.finish()
+    pricing.run(gathered.programs, served, told, workers, pricing.slopes)
     return [found[name] for name in sorted(found)]
 
 
@@ -156,16 +146,16 @@ def fitted(chosen: Sequence[dict[str, Any]], progress: validate.Progress, worker
 
 def table(fit: Fit, generation: str) -> str:
     """The file of one generation, in YAML."""
-    vendor = "amd" if generation.startswith("cdna") else "nvidia"
     product = _REFERENCES[generation]
-    power = load_accelerator(product).board_power_w.value
+    accelerator = load_accelerator(product)
+    power = accelerator.board_power_w.value
     lines = [
         f"# What training reaches of the rates of short runs, {generation}: factors on seconds.",
         "# Written by primus-ext fit; what is absent has no rows and is 1.",
         f"{REFERENCE}:", f"  value: {power:g}", f"  source: the board power of {product}",
     ]  # fmt: skip
     for kind in (HOST, *KINDS):
-        name = parameter(generation, vendor, kind)
+        name = parameter(generation, accelerator.vendor, kind)
         value, mine = fit.factors[name], _rows(fit, name)
         if not mine and kind != HOST:
             continue
@@ -213,13 +203,15 @@ def command(runs_path: Path, out: Path, report: Path | None) -> int:
     every = runs.load(runs_path)
     newer = runs.superseded(every)
     chosen = [run for run in every if usable(run) and run["id"] not in newer]
+    _folder(out)  # before the work, not after it
     with ProgressBar() as bar:
         fit = fitted(chosen, bar.update, os.cpu_count() or 1)
     text = fit_errors.markdown([(s.source, s.group, s.id, e)
                                 for s, e in zip(fit.samples, fit.off, strict=True)])  # fmt: skip
-    _written({out / f"{name}.yaml": table(fit, name) for name in _REFERENCES})
+    for name in _REFERENCES:
+        write_asked("--out", out / f"{name}.yaml", table(fit, name))
     if report is not None:
-        _written({report: text})
+        write_asked("--report", report, text)
     fit_errors.render(text, Console())
     return Exit.DONE
 
@@ -234,16 +226,11 @@ def usable(run: dict[str, Any]) -> bool:
     )
 
 
-def _written(files: Mapping[Path, str]) -> None:
-    """Write files, each whole or not at all."""
-    for path, text in files.items():
-        partial = path.with_name(path.name + ".part")
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            partial.write_text(text, encoding="utf-8")
-            partial.replace(path)
-        except OSError as error:
-            raise UsageError(f"--out={path} can't be written: {error.strerror}") from error
+def _folder(out: Path) -> None:
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UsageError(f"--out={out} can't be made: {error.strerror}") from error
 
 
 def default_out() -> Path:

@@ -69,6 +69,20 @@ def write_verdict(outcome: Outcome, directory: Path) -> None:
         raise
 
 
+def write_asked(option: str, path: Path, text: str) -> None:
+    """Write a file that an option of the command names, whole or not at all.
+
+    Raises:
+        UsageError: It can't be written.
+    """
+    partial = path.with_name(path.name + ".part")
+    try:
+        partial.write_text(text, encoding="utf-8")
+        partial.replace(path)
+    except OSError as error:
+        raise UsageError(f"{option}={path} can't be written: {error.strerror}") from error
+
+
 def say(message: str) -> None:
     """Write one sentence to standard error."""
     sys.stderr.write(f"primus_ext: {message}\n")

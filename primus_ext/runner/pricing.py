@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import dataclasses
 import gc
 import json
 import math
 import multiprocessing
-from collections.abc import Callable, Mapping, Sequence
-from types import TracebackType
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from primus_ext import trace_io
 from primus_ext.cluster import Cluster, Figure
-from primus_ext.cost import exchange
+from primus_ext.cost import exchange, sustained
 from primus_ext.plan import Plan
 from primus_ext.project import compose
 from primus_ext.project.result import Memory, Term, Throughput
+from primus_ext.runner import bulk
 from primus_ext.runner.sharing import Sizes, restored
 from primus_ext.trace import Family, RankTrace
 
@@ -90,10 +92,17 @@ def decoded(text: str) -> tuple[Plan, list[RankTrace]]:
             gc.enable()
 
 
-def _priced(plan: Plan, traces: Sequence[RankTrace], wanted: Wanted) -> Timed | str:
+def _own(
+    plan: Plan, traces: Sequence[RankTrace], wanted: Wanted
+) -> tuple[Plan, Sequence[RankTrace]]:
+    """Plan and traces of a job that shares a trace."""
     if wanted.sizes is not None:
         plan, traces = restored(plan, traces, wanted.sizes)
-    plan = dataclasses.replace(plan, flags={**plan.flags, **wanted.conditions})
+    return dataclasses.replace(plan, flags={**plan.flags, **wanted.conditions}), traces
+
+
+def _priced(plan: Plan, traces: Sequence[RankTrace], wanted: Wanted) -> Timed | str:
+    plan, traces = _own(plan, traces, wanted)
     try:
         if wanted.memory:
             found = compose.project(plan, traces, wanted.cluster, mode="simulate")
@@ -122,9 +131,7 @@ def slopes(text: str, wanted: Sequence[Wanted]) -> dict[str, Slopes | str]:
 
 
 def _slopes(plan: Plan, traces: Sequence[RankTrace], wanted: Wanted) -> Slopes | str:
-    if wanted.sizes is not None:
-        plan, traces = restored(plan, traces, wanted.sizes)
-    plan = dataclasses.replace(plan, flags={**plan.flags, **wanted.conditions})
+    plan, traces = _own(plan, traces, wanted)
     accelerator = wanted.cluster.accelerator
     used = _used(plan, traces, wanted.cluster)
 
@@ -150,7 +157,7 @@ def _slopes(plan: Plan, traces: Sequence[RankTrace], wanted: Wanted) -> Slopes |
 def _used(plan: Plan, traces: Sequence[RankTrace], target: Cluster) -> set[str]:
     """Factors that can matter to a job."""
     ops = {op for trace in traces for op in trace.ops}
-    used = {"attention", "memory", "quantize", "host_call_s", "gemm/bf16", "scale_up",
+    used = {"attention", "memory", "quantize", sustained.HOST, "gemm/bf16", "scale_up",
             f"gemm/{plan.precision.number_format}"}  # fmt: skip
     if any(op.family is Family.GROUPED_GEMM for op in ops):
         used.add("grouped_gemm")
@@ -161,57 +168,58 @@ def _used(plan: Plan, traces: Sequence[RankTrace], target: Cluster) -> set[str]:
     return used
 
 
-class Pool:
-    """Prices what it is given, one program after another."""
+def run(
+    programs: Mapping[str, dict[str, Any]], served: Mapping[str, Sequence[Wanted]],
+    told: Callable[[Prices], None], workers: int | None = None,
+    task: Callable[[str, Sequence[Wanted]], Prices] = price,
+) -> None:  # fmt: skip
+    """Trace programs, and find out of each trace what is wanted of it.
 
-    def __init__(
-        self, programs: int, workers: int, told: Callable[[Prices], None],
-        task: Callable[[str, Sequence[Wanted]], Prices] = price,
-    ) -> None:  # fmt: skip
-        """Nothing is priced yet.
+    Args:
+        programs: Requests by name, as :func:`bulk.answers` takes them.
+        served: What is wanted of each.
+        told: Called in this process with what was found of a program's jobs, in any order.
+        workers: Processes at a time; by default the cores of this machine.
+        task: What is found: :func:`price` or :func:`slopes`.
+    """
+    processes = workers or os.cpu_count() or 1
+    running: set[concurrent.futures.Future[Prices]] = set()
 
-        Args:
-            programs: How many there may be.
-            workers: Processes at a time.
-            told: Called with the prices of a program's jobs, in this process, in any order.
-            task: What is found out of a trace: :func:`price` or :func:`slopes`.
-        """
-        self._told, self._task, self._ahead = told, task, _AHEAD * workers
-        self._running: set[concurrent.futures.Future[Any]] = set()
-        self._pool = None
-        if programs > _FEW and workers > 1:
-            # spawned: a fork would copy the threads' locks of whoever calls this
-            context = multiprocessing.get_context("spawn")
-            self._pool = concurrent.futures.ProcessPoolExecutor(workers, context)
-
-    def __enter__(self) -> Pool:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        if self._pool is not None:
-            self._pool.shutdown(cancel_futures=kind is not None)
-
-    def put(self, text: str, wanted: Sequence[Wanted]) -> None:
-        """Price jobs that share a trace; see :func:`price`."""
-        if self._pool is None:
-            self._told(self._task(text, wanted))
-            return
-        self._running.add(self._pool.submit(self._task, text, wanted))
-        self._take(self._ahead)
-
-    def finish(self) -> None:
-        """Wait until all are priced."""
-        self._take(0)
-
-    def _take(self, left: int) -> None:
-        while len(self._running) > left:
-            done, self._running = concurrent.futures.wait(
-                self._running, return_when=concurrent.futures.FIRST_COMPLETED
+    def take(left: int) -> None:
+        nonlocal running
+        while len(running) > left:
+            done, running = concurrent.futures.wait(
+                running, return_when=concurrent.futures.FIRST_COMPLETED
             )
             for future in done:
-                self._told(future.result())
+                told(future.result())
+
+    with _executor(len(programs), processes) as pool:
+
+        def answered(name: str, answer: bulk.Answer) -> None:
+            if answer.refused:
+                told({one.name: answer.refused for one in served[name]})
+            elif pool is None:
+                told(task(answer.text, served[name]))
+            else:
+                running.add(pool.submit(task, answer.text, served[name]))
+                take(_AHEAD * processes)
+
+        bulk.answers(programs, answered, workers)
+        take(0)
+
+
+@contextlib.contextmanager
+def _executor(programs: int, workers: int) -> Iterator[concurrent.futures.Executor | None]:
+    """Processes to price in; None where this one is enough."""
+    if programs <= _FEW or workers == 1:
+        yield None
+        return
+    # spawned: a fork would copy the threads' locks of whoever calls this
+    context = multiprocessing.get_context("spawn")
+    with concurrent.futures.ProcessPoolExecutor(workers, context) as pool:
+        try:
+            yield pool
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise

@@ -5,15 +5,14 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-import os
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 from primus_ext.frameworks import published
 from primus_ext.project.result import Memory, Term, Throughput
-from primus_ext.runner import bulk, emulation, peaks, pricing, runs, scores, sharing
-from primus_ext.runner.outcome import Exit, UsageError
+from primus_ext.runner import emulation, peaks, pricing, runs, scores, sharing
+from primus_ext.runner.outcome import Exit, write_asked
 
 GPT_PROGRAM = "primus_ext.frameworks.megatron.gpt_program"
 NEWEST = "newest"
@@ -184,25 +183,14 @@ def project_runs(
     """
     gathered = gather(wanted, memory)
     found: dict[str, Projected | str] = dict(gathered.skipped)
-    jobs, programs, served = gathered.jobs, gathered.programs, gathered.served
 
     def priced(prices: pricing.Prices) -> None:
         for name, one in prices.items():
             timed = isinstance(one, pricing.Timed)
-            found[name] = _projected(jobs[name], one) if timed else str(one)
+            found[name] = _projected(gathered.jobs[name], one) if timed else str(one)
             progress(len(found), len(wanted), name)
 
-    processes = workers or os.cpu_count() or 1
-    with pricing.Pool(len(programs), processes, priced) as pool:
-
-        def told(name: str, answer: bulk.Answer) -> None:
-            if answer.refused:
-                priced({one.name: answer.refused for one in served[name]})
-            else:
-                pool.put(answer.text, served[name])
-
-        bulk.answers(programs, told, workers)
-        pool.finish()
+    pricing.run(gathered.programs, gathered.served, priced, workers)
     return found
 
 
@@ -331,11 +319,6 @@ def command(
     rows = [row(run, found[run["id"]], newer.get(run["id"])) for run in chosen]
     text = to_json(rows)
     if out is not None:
-        partial = out.with_name(out.name + ".part")
-        try:
-            partial.write_text(text)
-            partial.replace(out)
-        except OSError as error:
-            raise UsageError(f"--json={out} can't be written: {error.strerror}") from error
+        write_asked("--json", out, text)
     validation.render(json.loads(text), Console())
     return Exit.DONE if any(row.ratio is not None for row in rows) else Exit.USAGE

@@ -52,7 +52,7 @@ _HABITS = (
     ("NeMo 1.x", "nemotron", Habits(
         gradients="fp32", fp8_weights=False, tp_comm_overlap=True, old_engine=True)),
     # NeMo 2.0 scripts/performance: bf16_with_fp8_mixed (fp8_params), grad_reduce_in_fp32 False;
-    # helpers.py: tp_comm_overlap where tp > 1
+    # tp_comm_overlap where tp > 1 as Megatron-Bridge's scripts/performance/utils/overrides.py
     ("NeMo 2.0", "", Habits(gradients="bf16", fp8_weights=True, tp_comm_overlap=True)),
     # mlcommons/training_results_v5.1 Cisco/benchmarks/llama31_8b/implementations/nemo/pretrain.py
     # (NVIDIA's): grad_reduce_in_fp32=False, of the precision and of the data parallelism
