@@ -93,7 +93,7 @@ def request(tmp_path: Path, **changes: object) -> job.Request:
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"mode": "tune"}, "+projection=tune is not part of this version, which offers on and"),
+        ({"mode": "tune"}, "+projection=tune is not part of this version, which offers on, "),
         ({"mode": "onn"}, "+projection=onn is unknown; legal: on, simulate"),
         ({"fail_on": "never"}, "+projection.fail_on=never is unknown; legal: oom, at_risk"),
         ({"schedule": "gpipe"}, "+projection.schedule=gpipe is unknown; legal: all, 1f1b, inter"),

@@ -37,7 +37,8 @@ def main(request_path: str) -> None:
             ``origins``, False to leave out where dimensions come from, half of the time;
             ``every_chunk``, record also those model chunks that equal another one; ``shapes``,
             record these parallel shapes at several points instead
-            (:mod:`primus_ext.frameworks.megatron.layer_space`).
+            (:mod:`primus_ext.frameworks.megatron.layer_space`); ``measure``, time the program on
+            the device at hand instead (:class:`primus_ext.frameworks.megatron.pace.Asked`).
     """
     answer(json.loads(Path(request_path).read_text()))
 
@@ -134,13 +135,16 @@ def install(request: dict[str, Any]) -> None:
         os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
         sessions.chosen.add("CUDA_DEVICE_MAX_CONNECTIONS")
     device = dict(request["device"])
-    device["compute_capability"] = tuple(device["compute_capability"])
-    virtual_cuda.install(virtual_cuda.DeviceProfile(device_count=local, **device))
-    te.install(compute_capability=device["compute_capability"])
-    apex_wgrad.install()
-    deep_ep.install()
-    mamba.install()
-    registry.apply_all(triton_kernels.GROUP)
+    if virtual_cuda.is_host(device):
+        virtual_cuda.enable_cpu_training()
+    elif "measure" not in request:
+        device["compute_capability"] = tuple(device["compute_capability"])
+        virtual_cuda.install(virtual_cuda.DeviceProfile(device_count=local, **device))
+        te.install(compute_capability=device["compute_capability"])
+        apex_wgrad.install()
+        deep_ep.install()
+        mamba.install()
+        registry.apply_all(triton_kernels.GROUP)
     registry.apply_all(program_arguments.GROUP)
     tripwire.arm()
     for framework in request["frameworks"]:

@@ -19,11 +19,21 @@ from __future__ import annotations
 import logging
 import os
 import sys
+from collections.abc import Mapping
+from typing import Any
 
 from primus_ext.emulate import device_profile, registry
 from primus_ext.emulate.device_profile import DeviceProfile, installed_device
 
-__all__ = ["DeviceProfile", "enable_cpu_training", "install", "installed_device"]
+__all__ = ["DeviceProfile", "enable_cpu_training", "install", "installed_device", "is_host"]
+
+HOST = "cpu"
+"""Name of the device that this machine's own processors make."""
+
+
+def is_host(device: Mapping[str, Any]) -> bool:
+    """Whether the device of a request is this machine's processors, with local layers."""
+    return device["name"] == HOST
 
 
 def install(device: DeviceProfile) -> None:
@@ -67,12 +77,15 @@ def enable_cpu_training() -> bool:
     rendezvous of a single process.  The process group must be gloo's.
 
     Returns:
-        Whether this process trains on the CPU.
+        Whether this process trains on the CPU; also where that was made so before.
     """
     import torch
 
-    if torch.cuda.is_available() or installed_device() is not None:
+    if torch.cuda.is_available():
         return False
+    present = installed_device()
+    if present is not None:
+        return present.name == HOST
     for key, value in (
         ("CUDA_DEVICE_MAX_CONNECTIONS", "1"),  # Megatron demands it for tp, cp on capability < 10
         ("RANK", "0"),
@@ -97,7 +110,7 @@ def _cpu_profile() -> DeviceProfile:
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     processes = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"]))
     return DeviceProfile(
-        name="cpu",
+        name=HOST,
         compute_capability=(9, 0),
         total_memory=memory // processes,
         multi_processor_count=os.cpu_count() or 1,

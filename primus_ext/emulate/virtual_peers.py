@@ -7,22 +7,32 @@ random.  Filling is in place, so that it costs no tensor.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 
+Around = Callable[[], contextlib.AbstractContextManager[Any]]
+
 _library: torch.library.Library | None = None
+_around: Around = contextlib.nullcontext
 
 
-def answer() -> None:
-    """Fill the outputs of collectives on real tensors from now on.  Idempotent."""
-    global _library
+def answer(around: Around = contextlib.nullcontext) -> None:
+    """Fill the outputs of collectives on real tensors from now on.  Idempotent.
+
+    Args:
+        around: Makes what every answer runs inside of, for instance to know what it takes.
+    """
+    global _library, _around
+    _around = around
     if _library is not None:
         return
     _library = torch.library.Library("c10d", "IMPL")
+    key = "CUDA" if torch.cuda.is_available() else "CPU"
     for name, fill in _FILLED.items():
-        _library.impl(name, _answered(name, fill), "CPU", allow_override=True)
+        _library.impl(name, _answered(name, fill), key, allow_override=True)
 
 
 def _answered(name: str, fill: Callable[..., None]) -> Callable[..., Any]:
@@ -32,7 +42,7 @@ def _answered(name: str, fill: Callable[..., None]) -> Callable[..., Any]:
     def run(output: Any, *args: Any, **_: Any) -> Any:
         from torch._C._distributed_c10d import FakeWork
 
-        with torch.no_grad():
+        with torch.no_grad(), _around():
             fill(output, args[0] if args else None)
         work = FakeWork().boxed()
         return (output, work) if with_output else work

@@ -34,9 +34,8 @@ class ProjectionCallback(Callback):
 
         Args:
             settings: ``mode``, ``context`` and optionally ``out``, ``fail_on``, ``cache``,
-                ``routing``, ``schedule`` (as the files of the ``projection`` group have them) and
-                ``target_cluster`` (content of
-                such a file).
+                ``routing``, ``schedule``, ``measured`` (as the files of the ``projection`` group
+                have them) and ``target_cluster`` (content of such a file).
 
         Raises:
             SystemExit: always, but in the child process of a projection.
@@ -95,8 +94,8 @@ def _text(value: Any) -> str | None:
 
 
 def _check(settings: Mapping[str, Any], surroundings: Mapping[str, Any]) -> None:
-    legal = ("mode", "out", "fail_on", "cache", "routing", "schedule", "target_cluster",
-             "context")  # fmt: skip
+    legal = ("mode", "out", "fail_on", "cache", "routing", "schedule", "measured",
+             "target_cluster", "context")  # fmt: skip
     unknown = sorted(set(settings) - set(legal))
     if unknown:
         raise UsageError(
@@ -146,6 +145,7 @@ def _request(
         fail_on=given.get("fail_on") or settings.get("fail_on"),
         cache=_switch(given.get("cache", settings.get("cache"))),
         routing=_path(given.get("routing") or settings.get("routing")),
+        measured=_path(given.get("measured") or settings.get("measured")),
         schedule=_text(given.get("schedule", settings.get("schedule"))),
         removed=tuple(ours),
         name=model,

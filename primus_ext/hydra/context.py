@@ -48,8 +48,8 @@ def of_root(root: DictConfig) -> dict[str, Any]:
 
     Returns:
         ``multirun``; ``directory``, Hydra's output folder; ``out``, ``fail_on``, ``cache``,
-        ``schedule`` and ``routing`` as composed below ``projection`` (the user's own key of that
-        name, where ours were not typed).
+        ``schedule``, ``measured`` and ``routing`` as composed below ``projection`` (the user's
+        own key of that name, where ours were not typed).
     """
     mode = OmegaConf.select(root, "hydra.mode")
     multirun = getattr(mode, "name", mode) == "MULTIRUN"
@@ -65,6 +65,7 @@ def of_root(root: DictConfig) -> dict[str, Any]:
         "routing": node.get("routing"),
         "cache": node.get("cache"),
         "schedule": node.get("schedule"),
+        "measured": node.get("measured"),
         "model": OmegaConf.select(root, "hydra.runtime.choices.model"),
         "chose_target": OmegaConf.select(root, "hydra.runtime.choices.target_cluster"),
     }

@@ -11,6 +11,7 @@ from primus_ext.cluster import Cluster
 from primus_ext.cluster_files import assumptions
 from primus_ext.cost.conditions import Conditions
 from primus_ext.cost.formats import require_precision
+from primus_ext.cost.model import CostModel
 from primus_ext.plan import Plan, ProgramRef
 from primus_ext.project import (
     caveats,
@@ -19,16 +20,18 @@ from primus_ext.project import (
     evidence,
     inventory,
     memory,
+    stage,
 )
 from primus_ext.project.compiled import Durations
 from primus_ext.project.kept import Kept
 from primus_ext.project.ledger import Kind, Ledger, TermName
+from primus_ext.project.observed import Measured
 from primus_ext.project.programs import ScheduleError, Shape
 from primus_ext.project.rescheduled import Job, Rescheduled, StepTimeline
 from primus_ext.project.result import Memory, Projection, ScheduleRow, Term, Throughput
 from primus_ext.project.schedule import Timeline, programs, simulate_repeating
 from primus_ext.project.schedules import named
-from primus_ext.project.throughput import throughput
+from primus_ext.project.throughput import interval_words, throughput
 from primus_ext.project.unknown_ops import of_rank, unknown_ops
 from primus_ext.trace import RankTrace, to_plain
 
@@ -50,6 +53,7 @@ def project(
     warnings: Sequence[str] = (),
     schedule: str | None = None,
     kept: Kept | None = None,
+    measured: Measured | None = None,
 ) -> Projection:
     """Memory and time of one step of a job on a target.
 
@@ -65,14 +69,16 @@ def project(
             the program runs.
         kept: What other projections on this target found out; None: nothing, and nothing of this
             one is kept.
+        measured: How long ranks really took; None: all is modelled.
 
     Raises:
+        MeasurementError: They are not of these ranks.
         PlanError: Traces are missing, or the target has another size than the job.
         CostError: An op or a collective has no price.
         ClusterError: The target lacks the precision of the job.
         ScheduleError: The schedule is one that the framework refuses.
     """
-    step, under = _steps(plan, traces, cluster, schedule, kept)
+    step, under = _steps(plan, traces, cluster, schedule, kept, measured)
     return _projection(step, under, mode, program, warnings, schedule)
 
 
@@ -101,19 +107,20 @@ def project_and_draw(
     warnings: Sequence[str] = (),
     schedule: str | None = None,
     kept: Kept | None = None,
+    measured: Measured | None = None,
 ) -> tuple[Projection, StepTimeline]:
     """As :func:`project`, and when every pipeline rank does what in that step.
 
     ``all`` schedules are compared in the projection; what the program runs is drawn.
     """
-    step, under = _steps(plan, traces, cluster, schedule, kept)
+    step, under = _steps(plan, traces, cluster, schedule, kept, measured)
     projection = _projection(step, under, mode, program, warnings, schedule)
     return projection, (under or step).recorded()
 
 
 def _steps(
     plan: Plan, traces: Sequence[RankTrace], cluster: Cluster, schedule: str | None,
-    kept: Kept | None = None,
+    kept: Kept | None = None, measured: Measured | None = None,
 ) -> tuple[_Step, Rescheduled | None]:  # fmt: skip
     """The step as the framework runs it, and under another schedule where one is asked for."""
     conditions = Conditions.of(plan, cluster.accelerator)
@@ -122,8 +129,24 @@ def _steps(
     kept = kept.under(conditions) if kept else Kept(cluster, conditions=conditions)
     require_precision(cluster.accelerator, plan.precision)
     stages = stage_traces(plan, traces, cluster)
-    step = _Step(plan, stages, kept, schedule_shape(plan))
+    if measured is not None:
+        kept = _observing(measured, plan, stages, cluster)
+    step = _Step(plan, stages, kept, schedule_shape(plan), measured)
     return step, _other_schedule(step, schedule)
+
+
+def _observing(
+    measured: Measured, plan: Plan, stages: Sequence[RankTrace], cluster: Cluster
+) -> Kept:
+    """What is kept of this job alone: its ranks last as long as they were measured to."""
+    kept = Kept(cluster, conditions=Conditions.of(plan, cluster.accelerator))
+    cost = kept.cost
+    if measured.device is not None:
+        there = Conditions.of(plan, measured.device.accelerator)
+        cost = CostModel(measured.device, conditions=there)
+    for trace in {id(trace): trace for trace in stages}.values():
+        kept.observe(trace, stage.observe(cost, trace, measured.rank(trace)))
+    return kept
 
 
 def _projection(
@@ -145,7 +168,7 @@ def _projection(
             "active_parameters": sum(trace.active_parameters for trace in stages),
         },
         memory=judged,
-        throughput=throughput(plan, stages, cluster, step_s, kinds),
+        throughput=throughput(plan, stages, cluster, step_s, kinds, step.measured),
         breakdown=tuple(terms),
         not_modelled=caveats.not_modelled(plan, stages, cluster),
         warnings=(
@@ -159,7 +182,8 @@ def _projection(
             "binding_pp_rank": under.binding if under else step.binding,
             "prices": "model: published peaks, bandwidths and efficiencies",
             **kept.of_target("figures", lambda: _figures(cluster)),
-            "interval": "errors of published runs that were left out of the fit",
+            "interval": interval_words(step.measured),
+            **({"measurements": to_plain(step.measured.ranks)} if step.measured else {}),
         },
     )
 
@@ -267,9 +291,11 @@ class _Step:
     """The timeline of one step."""
 
     def __init__(
-        self, plan: Plan, stages: Sequence[RankTrace], kept: Kept, shape: Shape
-    ) -> None:
+        self, plan: Plan, stages: Sequence[RankTrace], kept: Kept, shape: Shape,
+        measured: Measured | None = None,
+    ) -> None:  # fmt: skip
         self.plan, self.stages, self.shape, self.kept = plan, stages, shape, kept
+        self.measured = measured
         ranks, sharded = range(shape.pp), plan.parallelism.distributed_optimizer
         self._times = [kept.times(trace, shape.microbatches) for trace in stages]
         self._buckets = [kept.buckets(trace, sharded) for trace in stages]
@@ -374,7 +400,10 @@ class _Step:
             term=str(name),
             seconds=total.busy[name],
             exposed_seconds=round(total.exposed.get(name, 0.0) / GRID) * GRID,
-            evidence=evidence.of(name, self.plan, self.kept.cluster, schedule),
+            evidence=evidence.of(
+                name, self.plan, self.kept.cluster, schedule,
+                self.measured.words if self.measured else "",
+            ),
         )
 
 

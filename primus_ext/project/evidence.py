@@ -12,7 +12,9 @@ _COMMUNICATION = (TermName.TENSOR, TermName.CONTEXT, TermName.EXPERT, TermName.O
 _TRAFFIC = (TermName.MEMORY, TermName.QUANTIZE, TermName.OPTIMIZER)
 
 
-def of(term: TermName, plan: Plan, cluster: Cluster, schedule: str | None = None) -> str:
+def of(
+    term: TermName, plan: Plan, cluster: Cluster, schedule: str | None = None, measured: str = ""
+) -> str:
     """Evidence of one term: its kind (``model``), and what it stands on.
 
     Args:
@@ -20,7 +22,10 @@ def of(term: TermName, plan: Plan, cluster: Cluster, schedule: str | None = None
         plan: The job.
         cluster: The target.
         schedule: What was simulated, if not the plan's own.
+        measured: What the rank's own work stands on, where it was measured.
     """
+    if measured and term not in (*_COMMUNICATION, TermName.BUBBLE):
+        return measured
     accelerator = cluster.accelerator
     number_format = plan.precision.number_format
     share = accelerator.gemm_efficiency.get(number_format)

@@ -13,7 +13,7 @@ from typing import Any
 from primus_ext.cluster import Cluster
 from primus_ext.cost.conditions import Conditions
 from primus_ext.cost.model import CostModel
-from primus_ext.project import data_parallel, stage
+from primus_ext.project import data_parallel, observed, stage
 from primus_ext.trace import Collective, CollectiveKind, RankTrace
 
 MOST_TRACES = 256
@@ -43,6 +43,12 @@ class Kept:
         # the trace itself is held, so that no other one gets its identity
         self._of: OrderedDict[int, tuple[RankTrace, dict[Hashable, Any]]] = OrderedDict()
         self._target: dict[Hashable, Any] = {}
+        self._observed: dict[int, observed.Observed] = {}
+
+    def observe(self, trace: RankTrace, seen: observed.Observed) -> None:
+        """Let a trace last as long as it really took."""
+        self.of(trace, "observed", lambda: seen)
+        self._observed[id(trace)] = seen
 
     def under(self, conditions: Conditions) -> Kept:
         """The same for jobs under these conditions."""
@@ -80,8 +86,9 @@ class Kept:
             ValueError: As there.
         """
         matter = microbatches if trace.chunks[0].microbatches else 1
+        seen = self._observed.get(id(trace))
         return self.of(
-            trace, ("times", matter), lambda: stage.price(self.cost, trace, microbatches)
+            trace, ("times", matter), lambda: stage.price(self.cost, trace, microbatches, seen)
         )
 
     def buckets(self, trace: RankTrace, sharded: bool) -> list[data_parallel.BucketTimes]:

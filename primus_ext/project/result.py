@@ -219,6 +219,8 @@ class Projection:
     collectives: tuple[Row, ...] = ()
     """Every collective of one step; empty where they are more than
     :data:`primus_ext.project.inventory.MOST_ROWS` rows."""
+    simulated: tuple[Term, ...] = ()
+    """Terms as the model alone has them, where both was asked for."""
     schedules: tuple[ScheduleRow, ...] = ()
     """The schedule that was asked for beside the program's own, or all of them."""
     schema_version: int = SCHEMA_VERSION

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 
 from primus_ext.cost.model import CostModel
 from primus_ext.cost.priced import CostError
-from primus_ext.project import lanes, sharded
+from primus_ext.measurement import RankMeasurement
+from primus_ext.project import lanes, observed, sharded
 from primus_ext.project.ledger import Kind, Ledger, TermName
 from primus_ext.trace import (
     LAYERS,
@@ -40,7 +41,7 @@ _GROUPS = {"tp": TermName.TENSOR, "cp": TermName.CONTEXT, "ep": TermName.EXPERT,
            "etp": TermName.EXPERT, "tp_ep": TermName.EXPERT, "pp": TermName.P2P,
            "dp": TermName.DATA, "dp_cp": TermName.DATA, "expert_dp": TermName.DATA}  # fmt: skip
 _EDGES = (ScopeKind.EMBEDDING, ScopeKind.OUTPUT, ScopeKind.OTHER)
-_REMOTE = (Family.COLLECTIVE, Family.P2P)
+_REMOTE = observed.REMOTE
 _SHARDS = (CollectiveKind.ALL_GATHER, CollectiveKind.REDUCE_SCATTER)
 
 
@@ -127,21 +128,40 @@ class _Stream:
     def __init__(self, cost: CostModel, trace: RankTrace) -> None:
         self._pricer, self._ops, self._host = Pricer(cost, trace), trace.ops, cost.conditions.host
         self._pieces = cost.conditions.pipelined_tp
+        self._stretch = 1.0
+        """Measured over modelled seconds of the part that is accounted for."""
         self._serial = self._host is not None and self._host.blocking
         """Whether the host waits for every call, so that nothing runs beside anything."""
 
-    def run(self, calls: Sequence[Call], scope: ScopeKind | None) -> Ledger:
-        """Account for the calls of one part of the model."""
+    def run(
+        self, calls: Sequence[Call], scope: ScopeKind | None,
+        lasts: observed.Lasts | None = None,
+    ) -> Ledger:  # fmt: skip
+        """Account for the calls of one part of the model, as long as it ``lasts`` if measured."""
         ledger = Ledger()
+        self._stretch = lasts.stretch if lasts else 1.0
         self.account([_Entry(call, scope, ledger) for call in calls])
+        self._stretch = 1.0
+        if lasts and lasts.beside:
+            term = TermName.OPTIMIZER if scope is None else TermName.EDGES
+            ledger.work(term, Kind.MEMORY, lasts.beside)
         return ledger
 
-    def part(self, segment: Segment, calls: Sequence[Call]) -> Ledger:
+    def own(self, calls: Sequence[Call]) -> float:
+        """Modelled seconds of the calls that no other rank takes part in."""
+        return sum(
+            self._pricer.seconds(c.op) for c in calls if self._ops[c.op].family not in _REMOTE
+        )
+
+    def part(
+        self, segment: Segment, calls: Sequence[Call], lasts: observed.Lasts | None = None
+    ) -> Ledger:
         """One direction of a segment, or the time that the host needs for it."""
-        ledger = self.run(calls, segment.kind)
+        ledger = self.run(calls, segment.kind, lasts)
         if segment.kind in LAYERS:
             _pipeline(ledger, self._pieces)
-        self.issue(ledger, [(segment, calls, 1)])
+        if lasts is None:  # what was measured holds the host's time
+            self.issue(ledger, [(segment, calls, 1)])
         return ledger
 
     def issue(
@@ -166,11 +186,14 @@ class _Stream:
             if computes_weights(self._ops[call.op], call)
         )  # fmt: skip
 
-    def once(self, segment: Segment) -> ChunkTimes:
+    def once(
+        self, segment: Segment, lasts: tuple[observed.Lasts, observed.Lasts] | None = None
+    ) -> ChunkTimes:
         """One occurrence of a segment."""
+        ahead, back = lasts or (None, None)
         return ChunkTimes(
-            self.part(segment, segment.forward), self.part(segment, segment.backward),
-            self.weight([segment], once=True),
+            self.part(segment, segment.forward, ahead), self.part(segment, segment.backward, back),
+            self.weight([segment], once=True) * (back.stretch if back else 1.0),
         )  # fmt: skip
 
     def account(self, entries: Sequence[_Entry]) -> None:
@@ -191,6 +214,8 @@ class _Stream:
     def _task(self, call: Call, queues: dict[str, list[int]]) -> lanes.Task:
         op, seconds = self._ops[call.op], self._pricer.seconds(call.op)
         remote = op.collective if op.family in _REMOTE else None
+        if op.family not in _REMOTE:
+            seconds *= self._stretch
         if op.family is Family.P2P and op.name.endswith("send"):
             # it runs at the same time as the matching receive, which is what one waits for
             seconds = 0.0
@@ -276,19 +301,67 @@ def _issued(stream: _Stream, chunk: ChunkTrace, ahead: Ledger, back: Ledger) -> 
     stream.issue(back, [(s, s.backward, s.count) for s in chunk.segments])
 
 
-def price(cost: CostModel, trace: RankTrace, microbatches: int = 1) -> StageTimes:
+def observe(
+    cost: CostModel, trace: RankTrace, measurement: RankMeasurement
+) -> observed.Observed:
+    """How long parts of a trace took on a device, over what the model says of that device.
+
+    Args:
+        cost: Prices on the device that was measured.
+        trace: The rank.
+        measurement: Of a rank that does the same.
+
+    Raises:
+        MeasurementError: They don't match.
+        CostError: An op has no price.
+    """
+    return observed.of(trace, measurement, _Stream(cost, trace).own)
+
+
+def _measured(stream: _Stream, trace: RankTrace, seen: observed.Observed) -> StageTimes:
+    """As :func:`price`, with measured durations of what is the rank's own."""
+    chunks = []
+    for chunk, lasts, between in zip(trace.chunks, seen.chunks, seen.between, strict=True):
+        if parts_overlap(trace, chunk):
+            raise observed.MeasurementError(
+                "sharded parameters (FSDP) can't be projected from a measurement by this version"
+            )
+        parts = tuple(map(stream.once, chunk.segments, lasts))
+        ahead, back = Ledger(), Ledger()
+        for segment, part in zip(chunk.segments, parts, strict=True):
+            ahead.add(part.forward, segment.count)
+            back.add(part.backward, segment.count)
+        for ledger, left in zip((ahead, back), between, strict=True):
+            if left.beside:
+                ledger.work(TermName.EDGES, Kind.MEMORY, left.beside)
+        weight = sum(
+            part.weight * segment.count
+            for segment, part in zip(chunk.segments, parts, strict=True)
+        )
+        chunks.append(ChunkTimes(ahead, back, weight, parts))
+    return StageTimes(tuple(chunks), stream.run(trace.step, None, seen.step))
+
+
+def price(
+    cost: CostModel, trace: RankTrace, microbatches: int = 1,
+    seen: observed.Observed | None = None,
+) -> StageTimes:  # fmt: skip
     """Seconds of everything that one rank does for a microbatch and for a step.
 
     Args:
         cost: Prices on the target.
         trace: The rank.
         microbatches: Of a step; where they differ the times are those of the mean one.
+        seen: How long its parts really took (:func:`observe`); None: nothing was measured.
 
     Raises:
         CostError: An op or collective has no price.
         ClusterError: The accelerator lacks a precision that the trace uses.
+        MeasurementError: The measurement can't be used for this job.
     """
     stream = _Stream(cost, trace)
+    if seen is not None:
+        return _measured(stream, trace, seen)
     if trace.chunks[0].microbatches:
         return _whole_step(stream, trace, microbatches)
     chunks = []

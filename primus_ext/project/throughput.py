@@ -9,11 +9,15 @@ from primus_ext.cluster import Cluster
 from primus_ext.cost.formats import peak_flops
 from primus_ext.plan import Plan
 from primus_ext.project.ledger import Kind
+from primus_ext.project.observed import Measured
 from primus_ext.project.result import Throughput
 from primus_ext.trace import Family, RankTrace
 
 LEVEL = 0.9
 """Probability that the interval is meant to hold the measured step time."""
+
+REPEATED = 0.05
+"""Least half width of what was measured: how far a second measurement of a step may lie off."""
 
 _MODEL = (Family.GEMM, Family.GROUPED_GEMM, Family.ATTENTION)
 
@@ -59,12 +63,38 @@ def half_width(cluster: Cluster, plan: Plan, kinds: dict[Kind, float]) -> float:
     return math.fsum(s / total * residuals[str(kind)].value for kind, s in kinds.items())
 
 
+def measured_half_width(
+    cluster: Cluster, kinds: dict[Kind, float], measured: Measured
+) -> float:
+    """As :func:`half_width`, where what a rank does by itself was measured.
+
+    Its share is as uncertain as the samples, and where they were carried to another device as the
+    model of its kind of work; communication is as uncertain as its model.
+    """
+    residuals = cluster.accelerator.residuals
+    total = math.fsum(kinds.values())
+    width = 0.0
+    for kind, seconds in kinds.items():
+        modelled = kind is Kind.COMMUNICATION or measured.device is not None
+        own = residuals[str(kind)].value if modelled else max(measured.spread, REPEATED)
+        width += seconds / total * own if total else 0.0
+    return width
+
+
+def interval_words(measured: Measured | None) -> str:
+    """What an interval stands on."""
+    if measured is None:
+        return "errors of published runs that were left out of the fit"
+    return "spread of the measured steps, and the residuals of what was modelled"
+
+
 def throughput(
     plan: Plan,
     stages: Sequence[RankTrace],
     cluster: Cluster,
     step_s: float,
     kinds: dict[Kind, float],
+    measured: Measured | None = None,
 ) -> Throughput:
     """Everything that follows from the step time.
 
@@ -74,11 +104,14 @@ def throughput(
         cluster: The target.
         step_s: Seconds of a step.
         kinds: Exposed seconds by kind of work.
+        measured: What was measured of it.
     """
     tokens = plan.batch.gbs * plan.batch.seq
     rate = model_flops_per_gpu(plan, stages) / step_s
     peak = peak_flops(cluster.accelerator, plan.precision.number_format)
     width = half_width(cluster, plan, kinds)
+    if measured is not None:
+        width = min(width, measured_half_width(cluster, kinds, measured))
     return Throughput(
         step_s=step_s,
         tokens_per_s_per_gpu=tokens / step_s / plan.parallelism.world_size,

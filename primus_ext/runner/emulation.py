@@ -10,6 +10,7 @@ from primus_ext.cluster import Cluster
 from primus_ext.cluster_data import load_cluster
 from primus_ext.plan import Plan, ProgramRef
 from primus_ext.project import compose
+from primus_ext.project.observed import Measured
 from primus_ext.project.rescheduled import StepTimeline
 from primus_ext.project.result import Projection
 from primus_ext.trace import RankTrace
@@ -41,7 +42,7 @@ def question(cluster: Cluster) -> dict[str, Any]:
 
 def priced_and_drawn(
     answer: Mapping[str, Any], mode: str, cluster: Cluster, notes: Sequence[str],
-    schedule: str | None = None,
+    schedule: str | None = None, measured: Measured | None = None,
 ) -> tuple[Projection, StepTimeline]:  # fmt: skip
     """The projection of what the child traced, and when every pipeline rank does what.
 
@@ -51,12 +52,14 @@ def priced_and_drawn(
         cluster: The target.
         notes: What the report must say.
         schedule: As there.
+        measured: As there.
 
     Raises:
         ValueError: the target can't run it, or not under that schedule.
     """
     return compose.project_and_draw(
-        *_traced(answer), cluster, mode=mode, schedule=schedule, **_said(answer, notes)
+        *_traced(answer), cluster, mode=mode, schedule=schedule, measured=measured,
+        **_said(answer, notes)
     )
 
 

@@ -11,17 +11,18 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from primus_ext.runner import child, folder, local_device, target, tracing
+from primus_ext.runner import child, folder, local_device, measured, target, tracing
 from primus_ext.runner.command import Command
 from primus_ext.runner.outcome import Exit, Outcome, UsageError, close, say
 
 if TYPE_CHECKING:
     from primus_ext.cluster import Cluster
+    from primus_ext.project.observed import Measured
     from primus_ext.project.rescheduled import StepTimeline
     from primus_ext.project.result import Projection
 
 MODES = ("on", "simulate", "measure", "both", "tune", "check")
-OFFERED = ("on", "simulate")
+OFFERED = ("on", "simulate", "measure", "both")
 CACHE = ("on", "off")
 FAIL_ON = {"oom": ("oom",), "at_risk": ("at_risk", "oom")}
 """Value of ``+projection.fail_on`` to the verdicts that it gates."""
@@ -48,6 +49,8 @@ class Request:
     """Absolute path of recorded token counts of experts, None for balanced ones."""
     schedule: str | None = None
     """Pipeline schedule to price the step with, or ``all`` to compare them; None: the program's."""
+    measured: str | None = None
+    """Absolute path of measurements of an earlier run, to be used again; None: none are."""
     cache: str = "on"
     """Whether traces are kept and used again: one of :data:`CACHE`."""
     removed: tuple[str, ...] = ()
@@ -126,17 +129,19 @@ def _mode(request: Request) -> tuple[str, list[str]]:
     if request.mode not in OFFERED:
         raise UsageError(
             f"+projection={request.mode} is not part of this version, which offers "
-            f"{' and '.join(OFFERED)}"
+            f"{', '.join(OFFERED)}"
         )
-    if request.mode == "simulate":
-        return "simulate", []
+    if request.mode != "on":
+        return request.mode, []
     device = local_device.find(request.environment)
     if device is None:
         return "simulate", ["+projection=on: no accelerator here, so the job was simulated"]
-    return "simulate", [
-        f"+projection=on: simulated although {device.product} is here: measure is not part of "
-        "this version"
-    ]
+    if device.accelerator is None:
+        return "simulate", [
+            f"+projection=on: simulated although {device.product} is here, of which primus_ext has "
+            "no figures"
+        ]
+    return "measure", [f"+projection=on: measured on the {device.product} that is here"]
 
 
 def _cluster(request: Request) -> Cluster:
@@ -162,18 +167,47 @@ def _composed(
 
     with ProgressBar() as bar:
         answer = tracing.answer(
-            _question(request, mode, cluster),
+            _question(request, cluster),
             request.command.options,
             request.scratch,
             request.out / "child.log",
             bar.update,
             cached=request.cache == "on",
         )
+        found = _measured(request, mode, cluster, answer, bar.update)
         bar.update(1, 1, "composing")
+        said = [*notes, *(measured.notes(found) if found else ())]
         try:
-            return emulation.priced_and_drawn(answer, mode, cluster, notes, request.schedule)
+            projection, drawing = emulation.priced_and_drawn(
+                answer, mode, cluster, said, request.schedule, found
+            )
+            if mode == "both":
+                alone, _ = emulation.priced_and_drawn(answer, mode, cluster, [], request.schedule)
+                projection = dataclasses.replace(projection, simulated=alone.breakdown)
+            return projection, drawing
         except ValueError as error:  # the target can't run this plan
             raise UsageError(str(error)) from error
+
+
+def _measured(
+    request: Request, mode: str, cluster: Cluster, answer: Mapping[str, Any],
+    progress: child.Progress,
+) -> Measured | None:  # fmt: skip
+    """What was measured of the job, now or in an earlier run; None where all is modelled."""
+    if request.measured is not None:
+        if mode == "simulate":
+            raise UsageError(
+                "+projection.measured is not legal with +projection=simulate; legal: measure, both"
+            )
+        return measured.read(request.measured, cluster)
+    if mode not in ("measure", "both"):
+        return None
+    found = measured.make(
+        _question(request, cluster), request, answer["traces"], progress, cluster,
+        measured.device_for(cluster, request.environment),
+    )  # fmt: skip
+    measured.write(found, request.out)
+    return found
 
 
 def _table(path: str) -> Any:
@@ -186,12 +220,11 @@ def _table(path: str) -> Any:
         ) from error
 
 
-def _question(request: Request, mode: str, cluster: Cluster) -> dict[str, Any]:
+def _question(request: Request, cluster: Cluster) -> dict[str, Any]:
     """What the bootstrap is asked; see :mod:`primus_ext.emulate.bootstrap`."""
     from primus_ext.runner import emulation
 
     return {
-        "mode": mode,
         "script": request.command.script,
         "module": request.command.module,
         "args": list(request.command.arguments),

@@ -8,7 +8,7 @@ import traceback
 from collections.abc import Callable
 from typing import Any
 
-from primus_ext.emulate import no_te, registry, releases, session
+from primus_ext.emulate import no_te, registry, releases, session, virtual_cuda
 from primus_ext.frameworks.megatron import (  # noqa: F401  (declare)
     chunk_sort,
     fsdp_patches,
@@ -25,9 +25,13 @@ from primus_ext.trace import RankTrace, to_plain
 
 def install() -> None:
     """Hook ``megatron.training.pretrain`` before the program can import it."""
-    registry.apply_all("megatron")
+    registry.apply_all(world_patches.WORLD)
     registry.apply_all("megatron_entry")
-    if no_te.absent():
+    request = session.current().request
+    if "measure" in request:  # the program's own kernels and values: nothing else is replaced
+        return
+    registry.apply_all("megatron")
+    if no_te.absent() and not virtual_cuda.is_host(request["device"]):
         no_te.install()
 
 
@@ -59,6 +63,7 @@ def project(original: Callable[..., Any], call: inspect.BoundArguments) -> None:
     from primus_ext.frameworks.megatron import (
         graphs,
         many_shapes,
+        measuring,
         plans,
         rank,
         real_rank,
@@ -82,6 +87,9 @@ def project(original: Callable[..., Any], call: inspect.BoundArguments) -> None:
             ]
         if "shapes" in active.request:
             active.finish(to_plain(plan), None, many_shapes.record_all(original, call, active))
+        if "measure" in active.request:
+            measured = measuring.ranks(original, call, members)
+            active.finish(to_plain(plan), None, [to_plain(one) for one in measured])
         if active.request.get("whole"):
             real = active.request.get("storage") == "real"
             peak = real_rank.peak if real else whole_rank.peak

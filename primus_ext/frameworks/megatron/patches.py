@@ -6,8 +6,12 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any
 
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+
 from primus_ext.emulate import fused
 from primus_ext.emulate.registry import patch
+from primus_ext.frameworks.megatron.world_patches import WORLD
 from primus_ext.observe import recorder
 
 _CORE = "megatron-core 0.19"
@@ -36,7 +40,7 @@ def _random_states(module: Any) -> None:
 
 @patch("megatron.core.optimizer.optimizer",
        "MixedPrecisionOptimizer._unscale_main_grads_and_check_for_nan",
-       group="megatron", versions=_CORE,
+       group=WORLD, versions=_CORE,
        reason="the overflow flag is a float that the host reads; there is never an overflow")
 def _no_overflow(module: Any) -> None:
     check = module.MixedPrecisionOptimizer._unscale_main_grads_and_check_for_nan
@@ -49,7 +53,7 @@ def _no_overflow(module: Any) -> None:
 
 
 @patch("megatron.training.training", "reduce_max_stat_across_model_parallel_group",
-       "logical_and_across_model_parallel_group", group="megatron", versions=_CORE,
+       "logical_and_across_model_parallel_group", group=WORLD, versions=_CORE,
        reason="statistics become new tensors of values that the host reads; an update never fails")
 def _statistics(module: Any) -> None:
     reduce_max = module.reduce_max_stat_across_model_parallel_group
@@ -78,3 +82,19 @@ def _again(module: Any) -> None:
             active.phase = before
 
     module.CheckpointWithoutOutput._recompute = marked
+
+
+@patch("megatron.core.utils", "local_multi_tensor_l2_norm", group="megatron", versions=_CORE,
+       reason="without fused kernels every norm is read on the host, to be put into a new tensor")
+def _norms(module: Any) -> None:
+    original = module.local_multi_tensor_l2_norm
+
+    def local_multi_tensor_l2_norm(
+        chunk_size: int, noop_flag: Any, tensor_lists: Any, per_tensor: bool, *args: Any
+    ) -> Any:
+        tensors = [tensor for tensors in tensor_lists for tensor in tensors]
+        if not tensors or not isinstance(tensors[0], FakeTensor):
+            return original(chunk_size, noop_flag, tensor_lists, per_tensor, *args)
+        return torch.norm(torch.stack([torch.norm(tensor) for tensor in tensors])).view(1), None
+
+    module.local_multi_tensor_l2_norm = local_multi_tensor_l2_norm

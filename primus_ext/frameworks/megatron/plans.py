@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from primus_ext import __version__
-from primus_ext.emulate import no_te
+from primus_ext.emulate import no_te, virtual_cuda
 from primus_ext.emulate.session import ProgramError, current
 from primus_ext.frameworks.megatron import offloading, roles
 from primus_ext.plan import (
@@ -100,9 +100,14 @@ def read(args: Any, config: Any) -> Plan:
             for name in _FLAGS
             if isinstance(getattr(args, name, None), (bool, int, float, str))
         }
-        | {"transformer_engine_absent": no_te.absent(), "recorded_routing": recorded}
+        | {"transformer_engine_absent": _stood_in(), "recorded_routing": recorded}
         | {name: os.environ[name] for name in _ENVIRONMENT if name in os.environ},
     )
+
+
+def _stood_in() -> bool:
+    """Whether layers of ours stand for Transformer Engine's."""
+    return no_te.absent() and not virtual_cuda.is_host(current().request["device"])
 
 
 def _parallelism(args: Any, config: Any) -> Parallelism:
@@ -231,15 +236,20 @@ def program(request: dict[str, Any]) -> ProgramRef:
     """The program that a plan came from: its command, the hash of its script, versions."""
     script = Path(request["cwd"]) / (request.get("script") or "")
     code = script.read_bytes() if script.is_file() else b""
-    versions = {"primus-ext": __version__}
-    for package in _PACKAGES:
-        try:
-            versions[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            versions[package] = "absent"
     return ProgramRef(
         argv=(request.get("script") or f"-m {request['module']}", *request["args"]),
         cwd=request["cwd"],
         code_sha256=hashlib.sha256(code).hexdigest(),
-        versions=versions,
+        versions=versions(),
     )
+
+
+def versions() -> dict[str, str]:
+    """Releases of this package and of what it runs, ``absent`` where one is not installed."""
+    found = {"primus-ext": __version__}
+    for package in _PACKAGES:
+        try:
+            found[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            found[package] = "absent"
+    return found

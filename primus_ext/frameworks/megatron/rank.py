@@ -96,7 +96,7 @@ def run(
 
     def setup_in_world(*a: Any, **k: Any) -> Any:
         recorder.group_names.update(memory.group_names())
-        if request.get("storage", "none") == "none":
+        if request.get("storage", "none") == "none" and "measure" not in request:
             world.enter_context(virtual_world.no_storage())
         elif observer is None and "rendezvous" not in request:
             world.enter_context(echoing_peers.EchoingPeers())

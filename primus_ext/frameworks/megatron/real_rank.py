@@ -79,8 +79,8 @@ def peak(
         of collectives made for itself, and ``backend`` what of that is in ``peak_bytes``.
     """
     observer = Observer()
-    _force_balance()
-    _let_any_value_pass()
+    force_balance()
+    let_any_value_pass()
     if "rendezvous" not in session.current().request:
         virtual_peers.answer()
     device_kernels.write_random_values()
@@ -103,7 +103,7 @@ def _counted(blocks: Iterable[Block]) -> list[list[Any]]:
     return [[size, count, owner] for (size, owner), count in ordered]
 
 
-def _force_balance() -> None:
+def force_balance() -> None:
     """Routers choose what the virtual run assumes."""
     from megatron.core.transformer.moe.router import TopKRouter
 
@@ -120,7 +120,7 @@ def _force_balance() -> None:
     TopKRouter.forward = balanced
 
 
-def _let_any_value_pass() -> None:
+def let_any_value_pass() -> None:
     """Checks of losses and gradients run and cost what they cost, but nothing comes of them.
 
     What virtual ranks and device kernels write are no results; sums of them may well be NaN.

@@ -1,4 +1,4 @@
-"""What keeps joining a large virtual world from taking seconds (group ``megatron``).
+"""What keeps joining a large virtual world from taking seconds (group ``megatron_world``).
 
 Results stay what Megatron's own code gives; only work for ranks that don't exist is left out.
 """
@@ -14,6 +14,8 @@ from primus_ext.emulate import virtual_world
 from primus_ext.emulate.registry import patch
 
 _CORE = "megatron-core 0.19"
+WORLD = "megatron_world"
+"""Group of what virtual ranks need whether or not tensors have values."""
 
 
 def orthogonal_groups(
@@ -46,7 +48,7 @@ def orthogonal_groups(
 
 
 @patch("megatron.core.parallel_state", "generate_masked_orthogonal_rank_groups", "create_group",
-       group="megatron", versions=_CORE,
+       group=WORLD, versions=_CORE,
        reason="Python loops over all ranks for every kind of group: seconds for 8,192 ranks")
 def _groups(module: Any) -> None:
     create = module.create_group
@@ -60,7 +62,7 @@ def _groups(module: Any) -> None:
     module.create_group = create_own
 
 
-@patch("megatron.core.timers", "Timers.log", group="megatron", versions=_CORE,
+@patch("megatron.core.timers", "Timers.log", group=WORLD, versions=_CORE,
        reason="timings of ranks that don't exist, gathered and read one by one")
 def _timers(module: Any) -> None:
     module.Timers.log = lambda *_args, **_kwargs: None
@@ -85,7 +87,7 @@ class Shards(Sequence[Any]):
         return self._buffer[index * self._size : (index + 1) * self._size]
 
 
-@patch("megatron.core.distributed.param_and_grad_buffer", "shard_buffer", group="megatron",
+@patch("megatron.core.distributed.param_and_grad_buffer", "shard_buffer", group=WORLD,
        versions=_CORE,
        reason="a view of every bucket for each of thousands of data-parallel ranks; one is used")
 def _shards(module: Any) -> None:

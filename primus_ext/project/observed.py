@@ -1,0 +1,181 @@
+"""Measured durations in the place of modelled ones.
+
+A part of the model that ran on a device took so many times what the cost model says of that device.
+That ratio goes to every op of the part, so that what runs beside it is hidden by as much as really
+hides it; it carries over to another target, whose ops the model prices too.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+
+from primus_ext.cluster import Cluster
+from primus_ext.measurement import ChunkSamples, PartSamples, RankMeasurement
+from primus_ext.trace import Call, ChunkTrace, Family, RankTrace, ScopeKind
+
+_OTHER = ScopeKind.OTHER
+REMOTE = (Family.COLLECTIVE, Family.P2P)
+"""Families whose durations are not this rank's own."""
+
+
+class MeasurementError(ValueError):
+    """A measurement is not one of this trace; the message is one sentence."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Measured:
+    """What a projection from measurements stands on."""
+
+    ranks: tuple[RankMeasurement, ...]
+    """One for every distinct kind of rank."""
+    accelerator: str
+    """What was measured, by the name of its file."""
+    device: Cluster | None = None
+    """The machine that was measured; None: one of the target's own."""
+
+    def rank(self, trace: RankTrace) -> RankMeasurement:
+        """Of the rank that a trace is of.
+
+        Raises:
+            MeasurementError: It was not measured.
+        """
+        for one in self.ranks:
+            if set(trace.pp_ranks) & set(one.pp_ranks):
+                return one
+        raise MeasurementError(f"pipeline rank {trace.pp_ranks[0]} was not measured")
+
+    @property
+    def spread(self) -> float:
+        """The largest of all ranks."""
+        return max(one.spread for one in self.ranks)
+
+    @property
+    def words(self) -> str:
+        """Evidence of what comes from it."""
+        one = self.ranks[0]
+        beside = f", {one.beside} processes at once" if one.beside > 1 else ""
+        steps = len(one.whole.seconds) // max(1, one.beside // len(self.ranks))
+        carried = f" as on {one.device}, by the model to the target" if self.device else ""
+        return (
+            f"measured: median of {steps} steps on {one.device}{beside}, spread "
+            f"{self.spread:.0%}{carried}"
+        )
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Lasts:
+    """One direction of a part, or the work around a step."""
+
+    stretch: float
+    """Measured over modelled seconds of its own ops on the device that was measured."""
+    beside: float = 0.0
+    """Seconds that belong to no op of it: measured where the trace has none."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Observed:
+    """One rank."""
+
+    chunks: tuple[tuple[tuple[Lasts, Lasts], ...], ...]
+    """For each chunk and segment of it, one occurrence: forward and backward."""
+    between: tuple[tuple[Lasts, Lasts], ...]
+    """For each chunk, seconds between its parts where the trace has no segment for them."""
+    step: Lasts
+
+
+Seconds = Callable[[Sequence[Call]], float]
+"""Modelled seconds of the calls that are a rank's own, on the measured device."""
+
+
+def of(trace: RankTrace, measurement: RankMeasurement, own: Seconds) -> Observed:
+    """Measured over modelled, part by part.
+
+    Args:
+        trace: The rank.
+        measurement: Of a rank that does the same.
+        own: Prices on the measured device.
+
+    Raises:
+        MeasurementError: Parts don't match.
+    """
+    if len(trace.chunks) != len(measurement.chunks):
+        raise MeasurementError(
+            f"the measurement of rank {measurement.rank} has {len(measurement.chunks)} model "
+            f"chunks, its trace {len(trace.chunks)}"
+        )
+    pairs = [_chunk(*both, own) for both in zip(trace.chunks, measurement.chunks, strict=True)]
+    return Observed(
+        chunks=tuple(parts for parts, _ in pairs),
+        between=tuple(between for _, between in pairs),
+        step=_lasts(measurement.once.median, own(trace.step)),
+    )
+
+
+def _chunk(
+    chunk: ChunkTrace, found: ChunkSamples, own: Seconds
+) -> tuple[tuple[tuple[Lasts, Lasts], ...], tuple[Lasts, Lasts]]:
+    if chunk.microbatches:
+        raise MeasurementError("microbatches of sharded data parallelism can't be told apart")
+    measured = matched(chunk, found)
+    others = [part for part in found.parts if part.kind is _OTHER]
+    ahead = sum(part.forward.median for part in others)
+    back = sum(part.backward.median for part in others)
+    hosts = [segment for segment in chunk.segments if segment.kind is _OTHER]
+    parts = []
+    for segment in chunk.segments:
+        if segment.kind is _OTHER:
+            share = 1.0 / sum(one.count for one in hosts)
+            seconds = (ahead * share, back * share)
+        else:
+            seconds = _mean(measured[segment.name, segment.places])
+        parts.append(
+            (_lasts(seconds[0], own(segment.forward)), _lasts(seconds[1], own(segment.backward)))
+        )
+    left = (0.0, 0.0) if hosts else (ahead, back)
+    return tuple(parts), (Lasts(1.0, left[0]), Lasts(1.0, left[1]))
+
+
+def matched(
+    chunk: ChunkTrace, found: ChunkSamples
+) -> dict[tuple[str, tuple[int, ...]], list[PartSamples]]:
+    """Measured parts of every segment but OTHER, by its name and places.
+
+    Both stand in the order of the forward.  A measurement may have fewer layers than the trace:
+    then parts are matched by kind.
+
+    Raises:
+        MeasurementError: A segment has no measured part.
+    """
+    placed = [
+        (place, segment) for segment in chunk.segments for place in segment.places
+        if segment.kind is not _OTHER
+    ]  # fmt: skip
+    placed.sort(key=lambda pair: pair[0])
+    parts = [part for part in found.parts if part.kind is not _OTHER]
+    kinds = [segment.kind for _, segment in placed]
+    result: dict[tuple[str, tuple[int, ...]], list[PartSamples]] = {}
+    if kinds == [part.kind for part in parts]:
+        for (_, segment), part in zip(placed, parts, strict=True):
+            result.setdefault((segment.name, segment.places), []).append(part)
+        return result
+    for segment in {id(segment): segment for _, segment in placed}.values():
+        same = [part for part in parts if part.kind is segment.kind]
+        if not same:
+            raise MeasurementError(
+                f"the measurement has no part of kind {segment.kind}, which {segment.name} is"
+            )
+        result[segment.name, segment.places] = same
+    return result
+
+
+def _mean(parts: Sequence[PartSamples]) -> tuple[float, float]:
+    """Seconds of one occurrence, forward and backward."""
+    ahead = sum(part.forward.median for part in parts) / len(parts)
+    return ahead, sum(part.backward.median for part in parts) / len(parts)
+
+
+def _lasts(measured: float, modelled: float) -> Lasts:
+    if modelled > 0.0:
+        return Lasts(measured / modelled)
+    return Lasts(1.0, measured)

@@ -1,0 +1,178 @@
+"""Measurements of the ranks of a job: made here, or read from an earlier run."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from primus_ext import trace_io
+from primus_ext.cluster import Cluster
+from primus_ext.measurement import NOISY, RankMeasurement, merged
+from primus_ext.project.observed import Measured
+from primus_ext.runner import child, emulation, local_device
+from primus_ext.runner.outcome import UsageError
+from primus_ext.trace import to_plain
+
+if TYPE_CHECKING:
+    from primus_ext.runner.job import Request
+
+FILE = "measurement.json"
+LOG = "measure.log"
+VERSION = 1
+HOST = "cpu"
+"""Accelerator that is this machine's own processors."""
+
+
+def device_for(target: Cluster, environment: Mapping[str, str]) -> str:
+    """Accelerator to measure on for a target.
+
+    Args:
+        target: Where the job will run.
+        environment: ``os.environ``.
+
+    Raises:
+        UsageError: There is none.
+    """
+    if target.accelerator.name == HOST:
+        return HOST
+    device = local_device.find(environment)
+    if device is None:
+        raise UsageError(
+            f"+projection=measure needs an accelerator, and none is here; legal without one: "
+            f"+projection=simulate, or a target of this machine's processors such as "
+            f"+target_cluster={HOST}_1x2"
+        )
+    if device.accelerator is None:
+        raise UsageError(
+            f"+projection=measure: the local device {device.product!r} is none that primus_ext has "
+            "figures for; legal: +projection=simulate"
+        )
+    return device.accelerator
+
+
+def make(
+    question: dict[str, Any], request: Request, traces: Sequence[Mapping[str, Any]],
+    progress: child.Progress, target: Cluster, accelerator: str,
+) -> Measured:  # fmt: skip
+    """Measure one rank of every kind on the device at hand.
+
+    Ranks of a machine's processors are measured together, in forks of one process; those of a GPU
+    one after the other, each in a process of its own (a fork can't use a device that its parent
+    has looked at).
+
+    Args:
+        question: What the bootstrap is asked about the job.
+        request: What was asked for; its folders get what the program prints and leaves.
+        traces: Of the job, plain: one of each kind of rank.
+        progress: Told how far it is.
+        target: Where the job will run.
+        accelerator: The device at hand (:func:`device_for`).
+
+    Raises:
+        ChildError: the child answered with an error, or not at all.
+    """
+    here = _elsewhere(accelerator, target)
+    if here is not None:
+        question = {**question, "device": emulation.question(here)["device"]}
+    members: list[list[int]] = [[int(trace["rank"])] for trace in traces]
+    if accelerator == HOST:
+        members = [[rank for one in members for rank in one]]
+    found: list[RankMeasurement] = []
+    for number, ranks in enumerate(members):
+        progress(number, len(members), "measuring")
+        answer = child.run(
+            {**question, "measure": {}, "ranks": ranks}, request.command.options, request.scratch,
+            request.out / LOG, lambda *_: None,
+        )  # fmt: skip
+        found += _ranks(answer["traces"])
+    return Measured(ranks=merged(_whole(found, traces)), accelerator=accelerator, device=here)
+
+
+def _whole(
+    found: Sequence[RankMeasurement], traces: Sequence[Mapping[str, Any]]
+) -> list[RankMeasurement]:
+    """Measurements with all pipeline ranks that do the same."""
+    alike = {int(trace["rank"]): tuple(trace["pp_ranks"]) for trace in traces}
+    return [dataclasses.replace(one, pp_ranks=alike[one.rank]) for one in found]
+
+
+def _ranks(values: Any) -> list[RankMeasurement]:
+    return [trace_io.from_plain(RankMeasurement, value) for value in values]
+
+
+def notes(measured: Measured) -> list[str]:
+    """What a report must say of measurements."""
+    return [
+        f"rank {one.rank} was measured with a spread of {one.spread:.0%} (distance of the "
+        "quartiles over the median): the device throttles, or is shared"
+        for one in measured.ranks
+        if one.spread > NOISY
+    ]
+
+
+def write(measured: Measured, directory: Path) -> Path:
+    """Keep measurements for other projections; whole or not at all.
+
+    Raises:
+        OSError: The directory can't be written to.
+    """
+    path = directory / FILE
+    partial = path.with_name(f".{FILE}-{os.getpid()}")
+    content = {
+        "schema_version": VERSION,
+        "accelerator": measured.accelerator,
+        "ranks": to_plain(measured.ranks),
+    }
+    try:
+        partial.write_text(json.dumps(content, indent=1, allow_nan=False) + "\n")
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
+    return path
+
+
+def read(path: str, target: Cluster) -> Measured:
+    """Measurements that an earlier run kept.
+
+    Args:
+        path: The file, or the folder that has one.
+        target: Where the job will run.
+
+    Raises:
+        UsageError: There is no such file, or it is of another version or shape.
+    """
+    file = Path(path)
+    file = file / FILE if file.is_dir() else file
+    try:
+        content = json.loads(file.read_text())
+        if content["schema_version"] != VERSION:
+            raise ValueError(f"schema_version {content['schema_version']}, this version reads 1")
+        ranks = tuple(_ranks(content["ranks"]))
+        accelerator = str(content["accelerator"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UsageError(
+            f"+projection.measured={path} can't be read: {error}; name the {FILE} of a run with "
+            "+projection=measure"
+        ) from error
+    return Measured(ranks=ranks, accelerator=accelerator, device=_elsewhere(accelerator, target))
+
+
+def _elsewhere(accelerator: str, target: Cluster) -> Cluster | None:
+    """The machine that was measured, where the target's accelerator is another one.
+
+    Raises:
+        UsageError: What was measured on processors says nothing of accelerators.
+    """
+    name = target.accelerator.name
+    if accelerator == name:
+        return None
+    if HOST in (accelerator, name):
+        raise UsageError(
+            f"what was measured on {accelerator} can't be carried to {name}: a measurement goes "
+            "from one accelerator to another, or stays on this machine's processors"
+        )
+    return emulation.load_cluster(accelerator, 1, 1)
