@@ -19,9 +19,9 @@ class Accelerator:
 
     name: str
     vendor: str
-    """nvidia or amd."""
+    """nvidia, amd, or cpu: the processors of a host."""
     arch: str
-    """sm_80, sm_90, sm_100, gfx942, gfx950: decides what precisions and kernels exist."""
+    """sm_80, sm_90, sm_100, gfx942, gfx950, cpu: decides what precisions and kernels exist."""
     compute_capability: tuple[int, int]
     """What ``torch.cuda.get_device_capability`` returns there."""
     multi_processors: int
@@ -93,6 +93,9 @@ class Accelerator:
     """How far the model may be off, as the half width of the central 80 % of ln(measured/modelled),
     by kind of work (gemm, attention, memory, communication); where there are too few rows for a
     quantile, the source says what the width stands on."""
+    host_cores: Figure | None = None
+    """Cores of a host that its processes share, where they are what computes (``vendor`` cpu);
+    None: every process has a device, with engines of its own for communication."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,3 +133,15 @@ class Cluster:
     def world_size(self) -> int:
         """GPUs in the target."""
         return self.nodes * self.gpus_per_node
+
+    @property
+    def hides_communication(self) -> bool:
+        """Whether asynchronous communication runs beside computation.
+
+        gloo's collectives are computed and copied by threads of the process: torch's
+        ``ProcessGroupGloo`` runs each in one of two workers, and gloo's transport has a thread for
+        its sockets (torch 2.14, ``torch/csrc/distributed/c10d/ProcessGroupGloo.hpp``).  Where every
+        core computes already, they take turns with that and nothing is hidden.
+        """
+        cores = self.accelerator.host_cores
+        return cores is None or self.gpus_per_node < cores.value

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Mapping
 from typing import Any
@@ -60,6 +61,10 @@ def load_cluster(
             f"gpus_per_node={gpus_per_node} is not legal for {accelerator.name}: a host joins at "
             f"most {accelerator.host_gpus} GPUs"
         )
+    if accelerator.host_cores is not None:  # its processes share the memory of the host
+        whole = accelerator.hbm_bytes
+        part = Figure(value=whole.value // gpus_per_node, source=f"{whole.source}, shared alike")
+        accelerator = dataclasses.replace(accelerator, hbm_bytes=part)
     rack = accelerator.host_gpus < accelerator.scale_up_gpus and nodes > 1
     own = Figure(value=float(gpus_per_node), source=f"{ASSUMED}: one NIC for each GPU")
     if gpus_per_node < accelerator.host_gpus:

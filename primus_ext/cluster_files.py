@@ -18,6 +18,7 @@ import yaml
 
 from primus_ext.cluster import Accelerator, Cluster, Figure
 from primus_ext.conf_dir import hydra_conf_dir
+from primus_ext.this_machine import FIGURES as HERE
 
 ASSUMED = "assumed"
 """First word of the source of a figure that no file states."""
@@ -32,6 +33,7 @@ _NOT_INHERITED = ("measured_tables",)
 NETWORK = ("nic_bandwidth", "nic_efficiency", "nic_latency_s")
 FABRICS = {"nvidia": "infiniband", "amd": "roce"}
 """The usual scale-out network of each vendor's reference platforms, where a file names none."""
+VENDORS = (*FABRICS, "cpu")
 _ASSUMABLE = {*FIGURES, *TABLES} - {
     "hbm_bytes", "hbm_bandwidth", "scale_up_bandwidth", "peak_flops",
 }  # fmt: skip
@@ -172,9 +174,9 @@ def shared_table(folder: str, name: str) -> dict[str, Any]:
 def _fill(raw: dict[str, Any], where: str) -> None:
     """Assume what a file leaves out: the median over this vendor's shipped accelerators."""
     vendor = raw.get("vendor")
-    if vendor not in FABRICS:
+    if vendor not in VENDORS:
         raise ClusterError(
-            f"vendor={vendor!r} in {where} is not legal: it must be {' or '.join(FABRICS)}"
+            f"vendor={vendor!r} in {where} is not legal: it must be {' or '.join(VENDORS)}"
         )
     peers = {n: r for n in accelerator_names() if (r := read(n))["vendor"] == vendor}
     for key in sorted(_ASSUMABLE):
@@ -187,7 +189,7 @@ def _fill(raw: dict[str, Any], where: str) -> None:
                     found = {n: r[key][name] for n, r in peers.items() if name in r[key]}
                     table[name] = _median(found, where)
     network = raw.setdefault("network", {})
-    fabric = shared_table("fabric", FABRICS[vendor])
+    fabric = shared_table("fabric", FABRICS[vendor]) if vendor in FABRICS else {}
     for key in NETWORK:
         if key not in network:
             entry = fabric.get(key) or _median({n: r["network"][key] for n, r in peers.items()}, "")
@@ -237,6 +239,8 @@ def parsed(raw: dict[str, Any], where: str) -> tuple[Accelerator, dict[str, Figu
         fields["host_gpus"] = raw.get("host_gpus", raw["scale_up_gpus"])
         fields |= {key: figure(raw[key]) for key in FIGURES}
         fields |= {key: {k: figure(v) for k, v in raw[key].items()} for key in TABLES}
+        if "host_cores" in raw:
+            fields["host_cores"] = figure(raw["host_cores"])
         others = raw.get("attention_kernels", {})
         fields["attention_kernels"] = {k: figure(v) for k, v in others.items()}
         major, minor = raw["compute_capability"]
@@ -256,9 +260,16 @@ def parsed(raw: dict[str, Any], where: str) -> tuple[Accelerator, dict[str, Figu
 def figure(entry: dict[str, Any]) -> Figure:
     """A number with its source; neither may be missing.
 
+    ``here: NAME`` takes one of :data:`primus_ext.this_machine.FIGURES` from the machine at hand.
+
     Raises:
-        ValueError: the source is empty, or the value no number.
+        ValueError: the source is empty, or the value no number, or there is no such figure.
     """
+    if "here" in entry:
+        if entry["here"] not in HERE:
+            raise ValueError(f"here={entry['here']} is none of {', '.join(HERE)}")
+        measure, told = HERE[entry["here"]]
+        return Figure(value=float(measure()), source=told)
     value, source = float(entry["value"]), str(entry["source"])
     if not source:
         raise ValueError("a figure without source")

@@ -14,8 +14,11 @@ from pathlib import Path
 ACCELERATORS = {
     "a100": 8, "a100_40gb": 8, "a100_pcie": 8, "h100": 8, "h100_hbm2e": 8, "h200": 8, "b200": 8,
     "b300": 8, "gb200": 4, "gb300": 4, "mi300x": 8, "mi325x": 8, "mi350x": 8, "mi355x": 8,
+    "cpu": 8,
 }  # fmt: skip
 """GPUs of a host, by accelerator."""
+ONE_HOST = ("cpu",)
+"""Accelerators that are the machine at hand."""
 GPUS_PER_NODE = (1, 2, 4)
 """Parts of one node."""
 NODES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
@@ -30,14 +33,15 @@ gpus_per_node: {gpus}
 """
 
 
-def shapes(host: int) -> list[tuple[int, int]]:
+def shapes(host: int, nodes: tuple[int, ...] = NODES) -> list[tuple[int, int]]:
     """Nodes and GPUs per node of the usual sizes.
 
     Args:
         host: GPUs of a whole host.
+        nodes: Numbers of whole hosts.
     """
     parts = [(1, gpus) for gpus in GPUS_PER_NODE if gpus < host]
-    return parts + [(nodes, host) for nodes in NODES]
+    return parts + [(count, host) for count in nodes]
 
 
 def files() -> dict[str, str]:
@@ -47,7 +51,7 @@ def files() -> dict[str, str]:
             accelerator=accelerator, nodes=nodes, gpus=gpus
         )
         for accelerator, host in ACCELERATORS.items()
-        for nodes, gpus in shapes(host)
+        for nodes, gpus in shapes(host, (1,) if accelerator in ONE_HOST else NODES)
     }
 
 

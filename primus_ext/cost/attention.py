@@ -87,12 +87,15 @@ def price(accelerator: Accelerator, op: Op, kernel: str = "") -> Priced:
         CostError: The element type has no published efficiency.
     """
     attrs = dict(op.attrs)
-    if attrs.get("dtype", "bf16") not in _PRICED:
+    dtype = attrs.get("dtype", "bf16")
+    plain = dtype == "fp32" and accelerator.vendor == "cpu"
+    if dtype not in _PRICED and not plain:
         raise CostError(
-            f"dtype={attrs['dtype']} of fused attention has no price: {', '.join(_PRICED)} have"
+            f"dtype={dtype} of fused attention has no price: {', '.join(_PRICED)} have"
         )
     direction = attrs["direction"]
-    rate = peak_flops(accelerator, "bf16") * share(accelerator, direction, attrs["dim_qk"])
+    peak = peak_flops(accelerator, "fp32" if plain else "bf16")
+    rate = peak * share(accelerator, direction, attrs["dim_qk"])
     if direction == "backward" and attrs["kv_heads"] < attrs["heads"]:
         rate *= constant(accelerator, "attention_gqa_backward")
     other = accelerator.attention_kernels.get(f"{kernel}/{direction}")

@@ -289,6 +289,13 @@ def price(
     require_ranks(cluster, collective.group, ranks)
     if len(ranks) == 1:
         return FREE
+    if not cluster.accelerator.collectives:
+        raise CostError(
+            f"{collective.kind} over {len(ranks)} ranks of group {collective.group} has no price: "
+            f"collectives on {cluster.name} have no model and are measured "
+            f"(python -m primus_ext.observe.collective_sweep --processes {len(ranks)} --out FILE, "
+            "then +projection.collectives=FILE)"
+        )
     size = 0 if collective.kind is CollectiveKind.BARRIER else collective.bytes
     key = (collective.kind, collective.dtype, tuple(ranks))
     if known is None or (found := known.get(key)) is None:

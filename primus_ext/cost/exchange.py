@@ -62,6 +62,10 @@ def price(cluster: Cluster, op: Op, ranks: Sequence[int]) -> Priced:
     require_ranks(cluster, collective.group, ranks)
     if len(ranks) == 1:
         return FREE
+    if not cluster.accelerator.exchange:
+        raise CostError(
+            f"{op.attr('backend')} has no price on {cluster.name}: its kernels need GPUs"
+        )
     where = placement(cluster, ranks)
     row_bytes = op.attr("row_bytes") or collective.bytes
     rows = collective.bytes / row_bytes if row_bytes else 0.0

@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 
 from primus_ext.cluster import Accelerator
+from primus_ext.cost.priced import CostError
 
 _US = 1e-6
 
@@ -112,5 +113,11 @@ RCCL = Library(
 
 
 def library(accelerator: Accelerator) -> Library:
-    """The one that a vendor's stack uses."""
+    """The one that a vendor's stack uses.
+
+    Raises:
+        CostError: There is none that has a model here.
+    """
+    if accelerator.vendor not in ("amd", "nvidia"):
+        raise CostError(f"collectives of {accelerator.name} have no model: they must be measured")
     return RCCL if accelerator.vendor == "amd" else NCCL

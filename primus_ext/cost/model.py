@@ -16,6 +16,7 @@ from primus_ext.cost import (
 )
 from primus_ext.cost.conditions import Conditions
 from primus_ext.cost.measured import Measured
+from primus_ext.cost.measured_collectives import MeasuredCollectives
 from primus_ext.cost.placement import placement
 from primus_ext.cost.priced import FREE, CostError, Priced
 from primus_ext.trace import Collective, Family, Op
@@ -33,6 +34,7 @@ class CostModel:
     def __init__(
         self, cluster: Cluster, gemm_backend: str = "", tables: Measured | bool = True,
         conditions: Conditions | None = None, alone: bool = False,
+        measured_collectives: MeasuredCollectives | None = None,
     ) -> None:  # fmt: skip
         """Price for ``cluster``.
 
@@ -44,12 +46,16 @@ class CostModel:
                 installed and hold the target; False: formulas alone.
             conditions: Of the job; None: a host that is always ahead of the device.
             alone: As in a short run on an idle device at boost clock, not as in training.
+            measured_collectives: Go before the model, where they carry; None: the model alone.
 
         Raises:
-            CostError: No such backend.
+            CostError: No such backend, or collectives of another accelerator.
         """
         self.cluster, self._alone = cluster, alone
         self.conditions = conditions or Conditions()
+        self.measured_collectives = measured_collectives
+        if measured_collectives is not None:
+            measured_collectives.require(cluster)
         self._collectives: collectives.Known = {}
         self._backend = backends.backend(gemm_backend) if gemm_backend else None
         self._tables = Measured(cluster.accelerator) if tables is True else (tables or None)
@@ -95,7 +101,11 @@ class CostModel:
         Raises:
             CostError: The kind has no price, or a rank does not exist on the target.
         """
-        priced = collectives.price(self.cluster, collective, ranks, self._collectives)
+        measured, priced = self.measured_collectives, None
+        if measured is not None:
+            priced = measured.price(self.cluster, collective, ranks)
+        if priced is None:
+            priced = collectives.price(self.cluster, collective, ranks, self._collectives)
         return self._shared(priced, ranks)
 
     def remote_seconds(self, op: Op, ranks: Sequence[int]) -> Priced:

@@ -10,6 +10,9 @@ MODEL = "model"
 TABLE = "latency database"
 """Evidence of a price between measured times of the same kind of work on the same product."""
 
+MEASURED = "measured"
+"""Evidence of a price between times that were measured with the job's own libraries."""
+
 
 class CostError(ValueError):
     """Something has no price; the message is one sentence."""
@@ -24,6 +27,10 @@ class Priced:
     """``model``, ``latency database`` or, later, ``measured``, ``calibrated model``."""
     terms: dict[str, float]
     """Parts that were compared or added, seconds: compute, memory, launch, latency, wire, ..."""
+    interval: tuple[float, float] | None = None
+    """Seconds between which it lies as far as measured times tell; None: not known."""
+    basis: str = ""
+    """What a measured price stands on, in words."""
 
 
 FREE = Priced(0.0, MODEL, {})

@@ -75,7 +75,9 @@ def slowed(priced: Priced, factor: float) -> Priced:
     if factor == 1.0:
         return priced
     terms = {name: seconds * factor for name, seconds in priced.terms.items()}
-    return Priced(priced.seconds * factor, priced.evidence, terms)
+    low, high = priced.interval or (0.0, 0.0)
+    interval = (low * factor, high * factor) if priced.interval else None
+    return Priced(priced.seconds * factor, priced.evidence, terms, interval, priced.basis)
 
 
 def communication(accelerator: Accelerator, domains: int, *, exchange: bool = False) -> float:

@@ -11,6 +11,7 @@ from primus_ext.cluster import Cluster
 from primus_ext.cluster_files import assumptions
 from primus_ext.cost.conditions import Conditions
 from primus_ext.cost.formats import require_precision
+from primus_ext.cost.measured_collectives import MeasuredCollectives
 from primus_ext.cost.model import CostModel
 from primus_ext.plan import Plan, ProgramRef
 from primus_ext.project import (
@@ -19,8 +20,10 @@ from primus_ext.project import (
     data_parallel,
     evidence,
     inventory,
+    measured_evidence,
     memory,
     stage,
+    unhidden,
 )
 from primus_ext.project.compiled import Durations
 from primus_ext.project.kept import Kept
@@ -54,6 +57,7 @@ def project(
     schedule: str | None = None,
     kept: Kept | None = None,
     measured: Measured | None = None,
+    collectives: MeasuredCollectives | None = None,
 ) -> Projection:
     """Memory and time of one step of a job on a target.
 
@@ -70,6 +74,7 @@ def project(
         kept: What other projections on this target found out; None: nothing, and nothing of this
             one is kept.
         measured: How long ranks really took; None: all is modelled.
+        collectives: Measured ones, which go before the model; with ``kept`` they must be its own.
 
     Raises:
         MeasurementError: They are not of these ranks.
@@ -78,15 +83,16 @@ def project(
         ClusterError: The target lacks the precision of the job.
         ScheduleError: The schedule is one that the framework refuses.
     """
-    step, under = _steps(plan, traces, cluster, schedule, kept, measured)
+    step, under = _steps(plan, traces, cluster, schedule, kept, measured, collectives)
     return _projection(step, under, mode, program, warnings, schedule)
 
 
 def timed(
-    plan: Plan, traces: Sequence[RankTrace], cluster: Cluster
+    plan: Plan, traces: Sequence[RankTrace], cluster: Cluster,
+    collectives: MeasuredCollectives | None = None,
 ) -> tuple[Throughput, tuple[Term, ...]]:
     """As :func:`project`, without the memory: the time of a step, and its terms."""
-    step, under = _steps(plan, traces, cluster, None)
+    step, under = _steps(plan, traces, cluster, None, collectives=collectives)
     terms, kinds = _terms(step, under)
     step_s = sum(term.exposed_seconds for term in terms)
     return throughput(plan, step.stages, cluster, step_s, kinds), tuple(terms)
@@ -108,12 +114,13 @@ def project_and_draw(
     schedule: str | None = None,
     kept: Kept | None = None,
     measured: Measured | None = None,
+    collectives: MeasuredCollectives | None = None,
 ) -> tuple[Projection, StepTimeline]:
     """As :func:`project`, and when every pipeline rank does what in that step.
 
     ``all`` schedules are compared in the projection; what the program runs is drawn.
     """
-    step, under = _steps(plan, traces, cluster, schedule, kept, measured)
+    step, under = _steps(plan, traces, cluster, schedule, kept, measured, collectives)
     projection = _projection(step, under, mode, program, warnings, schedule)
     return projection, (under or step).recorded()
 
@@ -121,25 +128,33 @@ def project_and_draw(
 def _steps(
     plan: Plan, traces: Sequence[RankTrace], cluster: Cluster, schedule: str | None,
     kept: Kept | None = None, measured: Measured | None = None,
+    collectives: MeasuredCollectives | None = None,
 ) -> tuple[_Step, Rescheduled | None]:  # fmt: skip
     """The step as the framework runs it, and under another schedule where one is asked for."""
     conditions = Conditions.of(plan, cluster.accelerator)
     if kept is not None and kept.cluster is not cluster:
         raise PlanError(f"what is kept is of {kept.cluster.name}, not of this {cluster.name}")
-    kept = kept.under(conditions) if kept else Kept(cluster, conditions=conditions)
+    if kept is not None and collectives not in (None, kept.cost.measured_collectives):
+        raise PlanError("what is kept was priced with other collectives than the measured ones")
+    if kept is None:
+        kept = Kept(cluster, collectives=collectives)
+    kept = kept.under(conditions)
     require_precision(cluster.accelerator, plan.precision)
     stages = stage_traces(plan, traces, cluster)
     if measured is not None:
-        kept = _observing(measured, plan, stages, cluster)
+        kept = _observing(measured, plan, stages, kept)
     step = _Step(plan, stages, kept, schedule_shape(plan), measured)
     return step, _other_schedule(step, schedule)
 
 
 def _observing(
-    measured: Measured, plan: Plan, stages: Sequence[RankTrace], cluster: Cluster
+    measured: Measured, plan: Plan, stages: Sequence[RankTrace], shared: Kept
 ) -> Kept:
     """What is kept of this job alone: its ranks last as long as they were measured to."""
-    kept = Kept(cluster, conditions=Conditions.of(plan, cluster.accelerator))
+    kept = Kept(
+        shared.cluster, conditions=shared.cost.conditions,
+        collectives=shared.cost.measured_collectives,
+    )  # fmt: skip
     cost = kept.cost
     if measured.device is not None:
         there = Conditions.of(plan, measured.device.accelerator)
@@ -181,6 +196,7 @@ def _projection(
         provenance={
             "binding_pp_rank": under.binding if under else step.binding,
             "prices": "model: published peaks, bandwidths and efficiencies",
+            **measured_evidence.provenance(kept.cost),
             **kept.of_target("figures", lambda: _figures(cluster)),
             "interval": interval_words(step.measured),
             **({"measurements": to_plain(step.measured.ranks)} if step.measured else {}),
@@ -212,7 +228,7 @@ def _other_schedule(step: _Step, schedule: str | None) -> Rescheduled | None:
     asked = mine if schedule in (None, comparison.ALL) else named(schedule)
     if asked is not mine:
         return Rescheduled(step.job, asked)
-    if not mine.pairs:
+    if not mine.pairs or not step.kept.cluster.hides_communication:
         return None
     try:
         return Rescheduled(step.job, mine)
@@ -296,16 +312,21 @@ class _Step:
     ) -> None:  # fmt: skip
         self.plan, self.stages, self.shape, self.kept = plan, stages, shape, kept
         self.measured = measured
+        self._timed = unhidden.as_timed(plan, kept.cluster)
+        run = dataclasses.replace(
+            shape, overlap_p2p=shape.overlap_p2p and self._timed.parallelism.overlap_p2p
+        )
         ranks, sharded = range(shape.pp), plan.parallelism.distributed_optimizer
         self._times = [kept.times(trace, shape.microbatches) for trace in stages]
         self._buckets = [kept.buckets(trace, sharded) for trace in stages]
         self._forward = [[c.forward.seconds for c in t.chunks] for t in self._times]
         self._backward = [[c.backward.seconds for c in t.chunks] for t in self._times]
-        self._first = data_parallel.first_waits(plan, shape, self._buckets, self._forward)
+        self._first = data_parallel.first_waits(self._timed, run, self._buckets, self._forward)
+        self._boundaries: list[tuple[int, int, int]] = []
         self._boundary = self._boundary_seconds()
         self.timeline: Timeline
         self._code, self.timeline = simulate_repeating(
-            shape, self._forward, self._backward, self._boundary, self._first
+            run, self._forward, self._backward, self._boundary, self._first
         )
         self.binding = max(ranks, key=lambda r: self.timeline.busy[r])
 
@@ -317,18 +338,19 @@ class _Step:
         seconds = []
         for boundary, size in enumerate(memory.boundary_bytes(self.stages, shape)):
             here, there = boundary % shape.pp, (boundary + 1) % shape.pp
+            self._boundaries.append((size, pipeline[here], pipeline[there]))
             seconds.append(self.kept.send_seconds(size, pipeline[here], pipeline[there]))
         return seconds
 
     def _after(self, rank: int) -> tuple[float, float]:
         """Seconds of the optimizer step, and of gathering parameters that nothing hides."""
-        overlap = self.plan.parallelism.overlap_param_gather
+        overlap = self._timed.parallelism.overlap_param_gather
         gather = 0.0 if overlap else sum(b.gather_s for b in self._buckets[rank])
         return self._times[rank].step.seconds, gather
 
     def _reduced(self, rank: int) -> float:
         return data_parallel.reduced_at(
-            self.plan, self._code.shape, self.timeline, rank, self._buckets[rank],
+            self._timed, self._code.shape, self.timeline, rank, self._buckets[rank],
             self._backward[rank],
         )  # fmt: skip
 
@@ -373,10 +395,17 @@ class _Step:
         total.hidden(TermName.DATA, sum(b.reduce_s + b.gather_s for b in self._buckets[rank]))
         total.waited(TermName.DATA, Kind.COMMUNICATION, exposed)
 
+    def _evidence(self, name: TermName, schedule: str | None) -> str:
+        own = self.measured.words if self.measured else ""
+        modelled = evidence.of(name, self.plan, self.kept.cluster, schedule, own)
+        return measured_evidence.of(
+            name, modelled, self.stages, self.kept.cost, self.plan, self._boundaries
+        )
+
     @functools.cached_property
     def job(self) -> Job:
         """The job in parts, for another schedule."""
-        return comparison.job_of(self.plan, self.stages, self.kept, self.shape)
+        return comparison.job_of(self._timed, self.stages, self.kept, self.shape)
 
     def recorded(self) -> StepTimeline:
         """When every rank does what."""
@@ -400,10 +429,7 @@ class _Step:
             term=str(name),
             seconds=total.busy[name],
             exposed_seconds=round(total.exposed.get(name, 0.0) / GRID) * GRID,
-            evidence=evidence.of(
-                name, self.plan, self.kept.cluster, schedule,
-                self.measured.words if self.measured else "",
-            ),
+            evidence=self._evidence(name, schedule),
         )
 
 

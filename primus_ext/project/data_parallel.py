@@ -50,28 +50,40 @@ def bucket_times(cost: CostModel, trace: RankTrace, sharded: bool) -> list[Bucke
     times = []
     for bucket in trace.buckets:
         share = bucket.parameters / max(1, totals[bucket.chunk, bucket.group])
-        kind = CollectiveKind.REDUCE_SCATTER if sharded else CollectiveKind.ALL_REDUCE
-        reduce_s = _seconds(cost, trace, bucket, kind, bucket.grad_bytes)
-        gather_s = 0.0
-        if sharded:
-            gather = CollectiveKind.ALL_GATHER
-            gather_s = _seconds(cost, trace, bucket, gather, bucket.param_bytes) * bucket.gathers
+        reduce, gather = collectives_of(cost, bucket, sharded)
+        reduce_s = _seconds(cost, trace, reduce)
+        gather_s = _seconds(cost, trace, gather) * bucket.gathers if gather else 0.0
         times.append(BucketTimes(bucket.chunk, bucket.group, share, reduce_s, gather_s))
     return times
 
 
-def _seconds(
-    cost: CostModel, trace: RankTrace, bucket: Bucket, kind: CollectiveKind, size: int
-) -> float:
-    ranks = trace.groups.get(bucket.group)
+def collectives_of(
+    cost: CostModel, bucket: Bucket, sharded: bool
+) -> tuple[Collective, Collective | None]:
+    """What reduces the gradients of a bucket, and what gathers its parameters, if anything.
+
+    Measured times depend on the numbers that are added; the model's lines are for any.
+    """
+    kind = CollectiveKind.REDUCE_SCATTER if sharded else CollectiveKind.ALL_REDUCE
+    dtype = ""
+    if cost.measured_collectives is not None:
+        dtype = "fp32" if bucket.grad_bytes >= 4 * bucket.parameters else "bf16"
+    reduce = Collective(kind=kind, group=bucket.group, bytes=bucket.grad_bytes, dtype=dtype)
+    if not sharded:
+        return reduce, None
+    return reduce, Collective(kind=CollectiveKind.ALL_GATHER, group=bucket.group,
+                              bytes=bucket.param_bytes, dtype="")  # fmt: skip
+
+
+def _seconds(cost: CostModel, trace: RankTrace, collective: Collective) -> float:
+    ranks = trace.groups.get(collective.group)
     if ranks is None:
         raise CostError(
-            f"group {bucket.group} of a gradient bucket is not in the trace: it has "
+            f"group {collective.group} of a gradient bucket is not in the trace: it has "
             f"{', '.join(trace.groups)}"
         )
-    if len(ranks) == 1 or not size:
+    if len(ranks) == 1 or not collective.bytes:
         return 0.0
-    collective = Collective(kind=kind, group=bucket.group, bytes=size, dtype="")
     return cost.collective_seconds(collective, ranks).seconds
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 from primus_ext.cluster import Cluster
 from primus_ext.cost.conditions import Conditions
+from primus_ext.cost.measured_collectives import MeasuredCollectives
 from primus_ext.cost.model import CostModel
 from primus_ext.project import data_parallel, observed, stage
 from primus_ext.trace import Collective, CollectiveKind, RankTrace
@@ -27,17 +28,22 @@ class Kept:
     """
 
     def __init__(
-        self, cluster: Cluster, most: int = MOST_TRACES, conditions: Conditions | None = None
-    ) -> None:
+        self, cluster: Cluster, most: int = MOST_TRACES, conditions: Conditions | None = None,
+        collectives: MeasuredCollectives | None = None,
+    ) -> None:  # fmt: skip
         """Nothing is kept yet.
 
         Args:
             cluster: The target of all projections that share this.
             most: Traces of which something is kept, the latest.
             conditions: Of the jobs; None: a host that is always ahead.
+            collectives: Measured ones, which go before the model.
+
+        Raises:
+            CostError: The collectives are of another accelerator.
         """
         self.cluster = cluster
-        self.cost = CostModel(cluster, conditions=conditions)
+        self.cost = CostModel(cluster, conditions=conditions, measured_collectives=collectives)
         self._most = most
         self._others: dict[Conditions, Kept] = {}
         # the trace itself is held, so that no other one gets its identity
@@ -56,7 +62,9 @@ class Kept:
             return self
         found = self._others.get(conditions)
         if found is None:
-            found = self._others[conditions] = Kept(self.cluster, self._most, conditions)
+            measured = self.cost.measured_collectives
+            found = Kept(self.cluster, self._most, conditions, measured)
+            self._others[conditions] = found
         return found
 
     def of[T](self, trace: RankTrace, key: Hashable, make: Callable[[], T]) -> T:

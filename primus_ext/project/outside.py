@@ -96,6 +96,8 @@ def blas_workspaces(
 
 def workspace_bytes(accelerator: Accelerator, environment: Mapping[str, str]) -> int:
     """Bytes of one workspace (``getChosenWorkspaceSize``)."""
+    if accelerator.vendor == "cpu":
+        return 0
     names = ["CUBLAS_WORKSPACE_CONFIG"]
     if accelerator.vendor == "amd":
         names += ["HIPBLAS_WORKSPACE_CONFIG", "ROCBLAS_WORKSPACE_CONFIG"]

@@ -37,9 +37,10 @@ _KINDS = {
     Family.GROUPED_GEMM: Kind.GEMM,
     Family.ATTENTION: Kind.ATTENTION,
 }
-_GROUPS = {"tp": TermName.TENSOR, "cp": TermName.CONTEXT, "ep": TermName.EXPERT,
+GROUPS = {"tp": TermName.TENSOR, "cp": TermName.CONTEXT, "ep": TermName.EXPERT,
            "etp": TermName.EXPERT, "tp_ep": TermName.EXPERT, "pp": TermName.P2P,
            "dp": TermName.DATA, "dp_cp": TermName.DATA, "expert_dp": TermName.DATA}  # fmt: skip
+"""Term of the communication in a group; that of other groups is :attr:`TermName.OTHER`."""
 _EDGES = (ScopeKind.EMBEDDING, ScopeKind.OUTPUT, ScopeKind.OTHER)
 _REMOTE = observed.REMOTE
 _SHARDS = (CollectiveKind.ALL_GATHER, CollectiveKind.REDUCE_SCATTER)
@@ -130,8 +131,10 @@ class _Stream:
         self._pieces = cost.conditions.pipelined_tp
         self._stretch = 1.0
         """Measured over modelled seconds of the part that is accounted for."""
-        self._serial = self._host is not None and self._host.blocking
-        """Whether the host waits for every call, so that nothing runs beside anything."""
+        blocking = self._host is not None and self._host.blocking
+        self._serial = blocking or not cost.cluster.hides_communication
+        """Whether the host waits for every call, or communication takes the cores that compute, so
+        that nothing runs beside anything."""
 
     def run(
         self, calls: Sequence[Call], scope: ScopeKind | None,
@@ -262,7 +265,7 @@ def _remote_term(collective: Collective, call: Call, scope: ScopeKind | None) ->
         return TermName.OPTIMIZER
     if call.phase == "recompute":
         return TermName.RECOMPUTE
-    return _GROUPS.get(collective.group, TermName.OTHER)
+    return GROUPS.get(collective.group, TermName.OTHER)
 
 
 def _whole_step(stream: _Stream, trace: RankTrace, microbatches: int) -> StageTimes:
@@ -390,7 +393,7 @@ def parts_overlap(trace: RankTrace, chunk: ChunkTrace) -> bool:
         for call in (*segment.forward, *segment.backward)
         if (found := trace.ops[call.op].collective) is not None
     }
-    return any(_GROUPS.get(group) is TermName.DATA and kind in _SHARDS for group, kind in used)
+    return any(GROUPS.get(group) is TermName.DATA and kind in _SHARDS for group, kind in used)
 
 
 def _in_order(stream: _Stream, chunk: ChunkTrace) -> ChunkTimes:

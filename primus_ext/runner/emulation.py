@@ -19,7 +19,8 @@ __all__ = ["load_cluster", "priced_and_drawn", "question"]
 
 FRAMEWORKS = ("primus_ext.frameworks.megatron.entry",)
 """Modules that hook a framework's training entry point in the child."""
-_WARP_SIZE = {"nvidia": 32, "amd": 64}  # CUDA C++ programming guide; AMD CDNA3 ISA reference
+_WARP_SIZE = {"nvidia": 32, "amd": 64, "cpu": 32}
+"""CUDA C++ programming guide; AMD CDNA3 ISA reference; as the CPU's stand-in for ``torch.cuda``."""
 
 
 def question(cluster: Cluster) -> dict[str, Any]:

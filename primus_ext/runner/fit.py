@@ -97,6 +97,8 @@ def start() -> dict[Parameter, float]:
     found: dict[Parameter, float] = {}
     for name in accelerator_names():
         accelerator = load_accelerator(name)
+        if accelerator.vendor not in _PRIOR_HOST:  # no published run is of it
+            continue
         generation = sustained_name(name)
         for kind in KINDS:
             found[parameter(generation, accelerator.vendor, kind)] = 1.0

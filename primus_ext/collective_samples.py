@@ -1,0 +1,138 @@
+"""Measured times of collectives as pure data, and the file that holds them.
+
+:mod:`primus_ext.observe.collective_sweep` measures, :mod:`primus_ext.cost.measured_collectives`
+fits and prices.  The file is JSON and written whole or not at all.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import math
+import os
+import statistics
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from primus_ext.trace import CollectiveKind, to_plain
+from primus_ext.trace_io import FormatError, from_plain
+
+SCHEMA = 1
+HOST, NETWORK = "host", "network"
+"""Tiers: all members in one host; one member in each of several."""
+EXCHANGE, UNEVEN = "exchange", "uneven"
+"""Variants: send_recv in which everyone sends round a ring at once; all_to_all with unlike parts
+(the largest is three times the smallest)."""
+
+
+class SamplesError(ValueError):
+    """A file that holds no such measurement; the message is one sentence."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Sample:
+    """One kind, size and group, measured several times."""
+
+    kind: CollectiveKind
+    variant: str = ""
+    """'' (plain), :data:`EXCHANGE` or :data:`UNEVEN`."""
+    dtype: str
+    """Of the elements, as in a trace: fp32, bf16, ..."""
+    tier: str = HOST
+    members: int
+    """Of the group."""
+    bytes: int
+    """As :attr:`primus_ext.trace.Collective.bytes` counts; 0 of a barrier."""
+    seconds: tuple[tuple[float, ...], ...]
+    """All repetitions, by round.  Of each the slowest member's; a plain send_recv is half of a
+    message there and back."""
+
+    @property
+    def typical(self) -> float:
+        """Median over rounds of the medians of their repetitions."""
+        return statistics.median(statistics.median(one) for one in self.seconds)
+
+    @property
+    def quietest(self) -> float:
+        """Least of the rounds' medians: what disturbs a measurement only ever adds to it."""
+        return min(statistics.median(one) for one in self.seconds)
+
+    @property
+    def spread(self) -> float:
+        """Median distance of a round's median from the middle one, over that; 0 of one round."""
+        middle = self.typical
+        rounds = [statistics.median(one) for one in self.seconds]
+        return statistics.median(abs(one - middle) for one in rounds) / middle
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Sweep:
+    """What was measured on one machine or cluster in one go."""
+
+    schema: int = SCHEMA
+    backend: str
+    """nccl or gloo; RCCL goes by the name of nccl in torch, ``versions`` tells."""
+    accelerator: str
+    """What the times are of: a name of ``hydra_conf/accelerator``, or the vendor's name of a
+    product that has no file there."""
+    product: str
+    """The vendor's name of the device."""
+    processes: int
+    hosts: int = 1
+    host_cores: int
+    """Cores of a host that its processes may use."""
+    versions: dict[str, str]
+    """Of torch, the collective library and the driver."""
+    settings: dict[str, Any] = dataclasses.field(default_factory=dict)
+    """How it was measured: repetitions, rounds, threads a process, load of the machine."""
+    samples: tuple[Sample, ...]
+    failures: tuple[str, ...] = ()
+    """What was not measured, and why."""
+    fits: tuple[dict[str, Any], ...] = ()
+    """Lines that were fitted, for the reader; prices fit the samples anew."""
+
+
+def save(sweep: Sweep, path: Path) -> None:
+    """Write a sweep whole, or leave what is there.
+
+    Raises:
+        OSError: It can't be written.
+    """
+    text = json.dumps(to_plain(sweep), indent=1)
+    handle, name = tempfile.mkstemp(prefix=f".{path.name}-", dir=path.parent)
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(name, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(name)
+        raise
+
+
+def load(path: Path) -> Sweep:
+    """Read a sweep.
+
+    Raises:
+        SamplesError: The file is not there or holds none.
+    """
+    try:
+        plain = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise SamplesError(f"{path} can't be read as measured collectives: {error}") from error
+    if not isinstance(plain, dict) or plain.get("schema") != SCHEMA:
+        raise SamplesError(f"{path} holds no measured collectives of schema {SCHEMA}")
+    try:
+        sweep = from_plain(Sweep, plain)
+    except FormatError as error:
+        raise SamplesError(f"{path} holds no measured collectives: {error}") from error
+    for sample in sweep.samples:
+        if not sample.seconds or not all(sample.seconds) or sample.members < 2:
+            raise SamplesError(f"{path}: a sample of {sample.kind} has no times or no group")
+        if not all(0 < seconds < math.inf for one in sample.seconds for seconds in one):
+            raise SamplesError(f"{path}: a sample of {sample.kind} has times that are not positive")
+    return sweep

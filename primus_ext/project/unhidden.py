@@ -1,0 +1,22 @@
+"""Jobs whose asynchronous communication runs beside nothing."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from primus_ext.cluster import Cluster
+from primus_ext.plan import Plan
+
+
+def as_timed(plan: Plan, cluster: Cluster) -> Plan:
+    """The plan by whose switches a step is timed.
+
+    Where communication takes the cores that compute, what is issued early takes as long as what is
+    issued when it is needed: the same plan without its overlaps.
+    """
+    if cluster.hides_communication:
+        return plan
+    parallelism = dataclasses.replace(
+        plan.parallelism, overlap_grad_reduce=False, overlap_param_gather=False, overlap_p2p=False
+    )
+    return dataclasses.replace(plan, parallelism=parallelism)
