@@ -75,6 +75,17 @@ class ChunkSamples:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class KernelTime:
+    """One kind of kernel in one step, as a profiler saw it."""
+
+    name: str
+    """Of the kernel on a GPU, of the operator on a CPU."""
+    calls: int
+    seconds: float
+    """Of all calls, what they call themselves left out."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class RankMeasurement:
     """One rank that ran on a real device."""
 
@@ -98,8 +109,12 @@ class RankMeasurement:
     """The step with all of these."""
     warm_up: int
     """Steps before the first sample."""
-    peak_bytes: int | None = None
-    """Highest bytes of live tensors in a step; None where they were not metered."""
+    kernels: tuple[KernelTime, ...] = ()
+    """Of one further step under a profiler, the most seconds first; empty without one."""
+    allocated_bytes: int | None = None
+    """Highest ``memory_allocated`` of the device in the measured steps; None on a CPU."""
+    reserved_bytes: int | None = None
+    """Highest ``memory_reserved``."""
     versions: dict[str, str] = dataclasses.field(default_factory=dict)
 
     @property
@@ -112,6 +127,17 @@ class RankMeasurement:
     def once(self) -> Samples:
         """Everything that happens once a step."""
         return added(self.step.values())
+
+    @property
+    def unattributed(self) -> float:
+        """Share of a step, answers counted in, that no kernel of the profile accounts for.
+
+        On a GPU that is the time in which it waits for the host; on a CPU it is negative by what
+        the profiler costs.  0 without a profile.
+        """
+        if not self.kernels or not self.whole.median:
+            return 0.0
+        return 1.0 - sum(kernel.seconds for kernel in self.kernels) / self.whole.median
 
     @property
     def spread(self) -> float:

@@ -28,7 +28,7 @@ class Stopwatch:
             on_gpu: Whether the work is that of a CUDA or ROCm device.
         """
         self._stamp: Callable[[], Any] = _event if on_gpu else time.perf_counter
-        self._on_gpu = on_gpu
+        self.on_gpu = on_gpu
         self._marks: list[tuple[Hashable, Any]] = []
         self.key: Hashable = OUTSIDE
         """What is running."""
@@ -60,11 +60,11 @@ class Stopwatch:
         """End the timeline: seconds of each key."""
         self.switch(OUTSIDE)
         self.running = False
-        if self._on_gpu:
+        if self.on_gpu:
             torch.cuda.synchronize()
         durations: dict[Hashable, float] = defaultdict(float)
         for (key, begin), (_, end) in zip(self._marks, self._marks[1:], strict=False):
-            durations[key] += begin.elapsed_time(end) * 1e-3 if self._on_gpu else end - begin
+            durations[key] += begin.elapsed_time(end) * 1e-3 if self.on_gpu else end - begin
         return dict(durations)
 
 

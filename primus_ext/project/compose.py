@@ -172,7 +172,7 @@ def _projection(
     cluster = kept.cluster
     terms, kinds = _terms(step, under)
     step_s = sum(term.exposed_seconds for term in terms)
-    judged = memory.verdict(plan, stages, cluster, shape, kept)
+    judged = memory.verdict(plan, stages, cluster, shape, kept, step.measured)
     return Projection(
         plan=plan,
         program=program,

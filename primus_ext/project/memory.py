@@ -8,6 +8,7 @@ from primus_ext.cluster import Cluster
 from primus_ext.plan import Plan
 from primus_ext.project import (
     allocator_config,
+    anchored,
     host,
     inflight,
     outside,
@@ -18,6 +19,7 @@ from primus_ext.project import (
 from primus_ext.project.allocator_config import AllocatorConfig
 from primus_ext.project.footprint import Replayed, enough, footprint, replayable
 from primus_ext.project.kept import Kept
+from primus_ext.project.observed import Measured
 from primus_ext.project.programs import Shape
 from primus_ext.project.result import Memory, MemoryParts, RoleMemory
 from primus_ext.project.retained import Retained
@@ -154,7 +156,7 @@ def role_name(plan: Plan, trace: RankTrace, rank: int) -> str:
 
 def verdict(
     plan: Plan, stages: Sequence[RankTrace], cluster: Cluster, shape: Shape,
-    kept: Kept | None = None,
+    kept: Kept | None = None, measured: Measured | None = None,
 ) -> Memory:  # fmt: skip
     """Whether the job fits, judged on the rank that needs most.
 
@@ -165,7 +167,7 @@ def verdict(
     :mod:`primus_ext.project.shortfall`.
     """
     kept = kept or Kept(cluster)
-    roles = per_role(plan, stages, cluster, shape, kept)
+    roles, seen = anchored.roles(per_role(plan, stages, cluster, shape, kept), stages, measured)
     capacity = int(cluster.accelerator.hbm_bytes.value)
     heaviest = max(range(len(roles)), key=lambda i: roles[i].reserved_bytes)
     least = max(role.least_bytes for role in roles)
@@ -179,6 +181,7 @@ def verdict(
         binding_role=roles[heaviest].role,
         per_role=roles,
         notes=(
+            *seen,
             *_disagreements(roles),
             *_built_too_large(roles, capacity),
             *(_at_risk(plan, stages, kept, shape, roles) if word == "at_risk" else ()),

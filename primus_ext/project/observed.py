@@ -123,12 +123,12 @@ def _chunk(
     back = sum(part.backward.median for part in others)
     hosts = [segment for segment in chunk.segments if segment.kind is _OTHER]
     parts = []
-    for segment in chunk.segments:
+    for segment, mine in zip(chunk.segments, measured, strict=True):
         if segment.kind is _OTHER:
             share = 1.0 / sum(one.count for one in hosts)
             seconds = (ahead * share, back * share)
         else:
-            seconds = _mean(measured[segment.name, segment.places])
+            seconds = _mean(mine)
         parts.append(
             (_lasts(seconds[0], own(segment.forward)), _lasts(seconds[1], own(segment.backward)))
         )
@@ -136,10 +136,8 @@ def _chunk(
     return tuple(parts), (Lasts(1.0, left[0]), Lasts(1.0, left[1]))
 
 
-def matched(
-    chunk: ChunkTrace, found: ChunkSamples
-) -> dict[tuple[str, tuple[int, ...]], list[PartSamples]]:
-    """Measured parts of every segment but OTHER, by its name and places.
+def matched(chunk: ChunkTrace, found: ChunkSamples) -> list[list[PartSamples]]:
+    """Measured parts of every segment; none of those of kind OTHER.
 
     Both stand in the order of the forward.  A measurement may have fewer layers than the trace:
     then parts are matched by kind.
@@ -147,25 +145,22 @@ def matched(
     Raises:
         MeasurementError: A segment has no measured part.
     """
-    placed = [
-        (place, segment) for segment in chunk.segments for place in segment.places
-        if segment.kind is not _OTHER
-    ]  # fmt: skip
-    placed.sort(key=lambda pair: pair[0])
+    own = [index for index, one in enumerate(chunk.segments) if one.kind is not _OTHER]
+    placed = sorted((place, index) for index in own for place in chunk.segments[index].places)
     parts = [part for part in found.parts if part.kind is not _OTHER]
-    kinds = [segment.kind for _, segment in placed]
-    result: dict[tuple[str, tuple[int, ...]], list[PartSamples]] = {}
-    if kinds == [part.kind for part in parts]:
-        for (_, segment), part in zip(placed, parts, strict=True):
-            result.setdefault((segment.name, segment.places), []).append(part)
+    result: list[list[PartSamples]] = [[] for _ in chunk.segments]
+    if [chunk.segments[index].kind for _, index in placed] == [part.kind for part in parts]:
+        for (_, index), part in zip(placed, parts, strict=True):
+            result[index].append(part)
         return result
-    for segment in {id(segment): segment for _, segment in placed}.values():
-        same = [part for part in parts if part.kind is segment.kind]
-        if not same:
+    for index in own:
+        kind = chunk.segments[index].kind
+        result[index] = [part for part in parts if part.kind is kind]
+        if not result[index]:
             raise MeasurementError(
-                f"the measurement has no part of kind {segment.kind}, which {segment.name} is"
+                f"the measurement has no part of kind {kind}, which "
+                f"{chunk.segments[index].name} is"
             )
-        result[segment.name, segment.places] = same
     return result
 
 

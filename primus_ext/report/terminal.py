@@ -11,6 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from primus_ext.project.result import Projection, RoleMemory
+from primus_ext.report.measured_table import comparison
 from primus_ext.report.schedule_table import schedules
 from primus_ext.report.suggestions import heaviest, suggestions
 from primus_ext.report.units import count, gib, percent, seconds
@@ -56,6 +57,7 @@ def _parts(projection: Projection, width: int) -> list[RenderableType]:
     found: list[RenderableType] = [Text(), _headline(projection), _job(projection), Text()]
     found += [_throughput(projection), Text(), *_memory(projection, width), Text()]
     found += [Text("Where the time goes", style="bold"), _time(projection, width)]
+    found += comparison(projection)
     found += schedules(projection, width)
     if width <= _NARROW:
         found += _list("Evidence", _evidence(projection), "dim")

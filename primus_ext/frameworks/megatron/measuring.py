@@ -21,6 +21,7 @@ import torch
 from primus_ext.emulate import session, virtual_cuda, virtual_peers
 from primus_ext.frameworks.megatron import microbatch, pace, parts, plans, rank, real_rank, roles
 from primus_ext.measurement import ChunkSamples, PartSamples, RankMeasurement, Samples
+from primus_ext.observe import device_memory, kernel_profile
 from primus_ext.observe.part_timer import PartKey, PartTimer
 from primus_ext.observe.stopwatch import Stopwatch
 from primus_ext.trace import ScopeKind
@@ -123,12 +124,20 @@ def steps(
     watch = Stopwatch(on_gpu=torch.cuda.is_available())
     virtual_peers.answer(functools.partial(watch.inside, ANSWER))
     timers = _instrument(watch, training)
-    _feed(training, asked.warm_up + asked.steps)
+    counted = asked.warm_up + asked.steps
+    _feed(training, counted + asked.profile)
     found: list[dict[Hashable, float]] = []
-    step = module.train_step
+    profile = kernel_profile.Profile(watch.on_gpu)
+    step, memory = module.train_step, {}
 
     def timed(*args: Any, **kwargs: Any) -> Any:
         gate.pass_()
+        if len(found) == asked.warm_up:
+            device_memory.reset()
+        if len(found) == counted:  # the hooks are still: a profiler sees nothing of them
+            memory.update(device_memory.highest())
+            with profile:
+                return step(*args, **kwargs)
         watch.start(BETWEEN)
         try:
             return step(*args, **kwargs)
@@ -139,7 +148,10 @@ def steps(
     module.train_step = timed
     module.training_log = lambda *_, **__: False
     module.train(*training.args, **training.kwargs)
-    return _measurement(found[asked.warm_up :], timers, member, pp_ranks, asked)
+    result = _measurement(found[asked.warm_up :], timers, member, pp_ranks, asked)
+    return dataclasses.replace(
+        result, kernels=profile.kernels(), **(memory or device_memory.highest())
+    )
 
 
 def _feed(training: inspect.BoundArguments, iterations: int) -> None:

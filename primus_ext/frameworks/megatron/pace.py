@@ -21,13 +21,17 @@ class Asked:
     """Steps that don't count: the first ones make workspaces and optimizer states."""
     steps: int = STEPS
     """Steps that count."""
+    profile: bool = True
+    """Whether a further step runs under a profiler."""
     beside: int = 1
     """Processes measured at the same time on this machine, each of them counted."""
 
     @classmethod
     def of(cls, request: dict[str, Any]) -> Asked:
         """What a request's ``measure`` asks for."""
-        return cls(**{k: v for k, v in request["measure"].items() if k in ("warm_up", "steps")})
+        given = request["measure"]
+        names = ("warm_up", "steps", "profile")
+        return cls(**{name: given[name] for name in names if name in given})
 
 
 class Gate(Protocol):
