@@ -38,7 +38,8 @@ def main(request_path: str) -> None:
             ``every_chunk``, record also those model chunks that equal another one; ``shapes``,
             record these parallel shapes at several points instead
             (:mod:`primus_ext.frameworks.megatron.layer_space`); ``measure``, time the program on
-            the device at hand instead (:class:`primus_ext.frameworks.megatron.pace.Asked`).
+            the device at hand instead (:class:`primus_ext.frameworks.megatron.pace.Asked`);
+            ``shrunk``, other values of Megatron's arguments by name, those of a smaller world.
     """
     answer(json.loads(Path(request_path).read_text()))
 

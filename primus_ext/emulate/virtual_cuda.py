@@ -95,7 +95,7 @@ def enable_cpu_training() -> bool:
     ):
         os.environ.setdefault(key, value)
     if "MASTER_PORT" not in os.environ:
-        os.environ["MASTER_PORT"] = str(_free_port())
+        os.environ["MASTER_PORT"] = str(free_port())
     install(_cpu_profile())
     if not _transformer_engine_usable():
         sys.modules["transformer_engine"] = None  # type: ignore[assignment]
@@ -129,7 +129,8 @@ def _transformer_engine_usable() -> bool:
     return True
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """A port of this machine that nobody listens on."""
     import socket
 
     with socket.socket() as probe:

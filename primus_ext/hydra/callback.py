@@ -34,8 +34,8 @@ class ProjectionCallback(Callback):
 
         Args:
             settings: ``mode``, ``context`` and optionally ``out``, ``fail_on``, ``cache``,
-                ``routing``, ``schedule``, ``measured`` (as the files of the ``projection`` group
-                have them) and ``target_cluster`` (content of such a file).
+                ``routing``, ``schedule``, ``measured``, ``shrink`` (as the files of the
+                ``projection`` group have them) and ``target_cluster`` (content of such a file).
 
         Raises:
             SystemExit: always, but in the child process of a projection.
@@ -93,9 +93,16 @@ def _text(value: Any) -> str | None:
     return None if value is None else str(value)
 
 
+def _whole(key: str, value: Any) -> int | None:
+    """A whole number of at least 1, or None where nothing was said."""
+    if value is None or (isinstance(value, int) and not isinstance(value, bool) and value > 0):
+        return value
+    raise UsageError(f"+projection.{key}={value} is not legal: it must be a whole number above 0")
+
+
 def _check(settings: Mapping[str, Any], surroundings: Mapping[str, Any]) -> None:
     legal = ("mode", "out", "fail_on", "cache", "routing", "schedule", "measured",
-             "target_cluster", "context")  # fmt: skip
+             "shrink",              "target_cluster", "context")  # fmt: skip
     unknown = sorted(set(settings) - set(legal))
     if unknown:
         raise UsageError(
@@ -146,6 +153,7 @@ def _request(
         cache=_switch(given.get("cache", settings.get("cache"))),
         routing=_path(given.get("routing") or settings.get("routing")),
         measured=_path(given.get("measured") or settings.get("measured")),
+        shrink=_whole("shrink", given.get("shrink", settings.get("shrink"))),
         schedule=_text(given.get("schedule", settings.get("schedule"))),
         removed=tuple(ours),
         name=model,

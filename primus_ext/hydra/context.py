@@ -48,8 +48,8 @@ def of_root(root: DictConfig) -> dict[str, Any]:
 
     Returns:
         ``multirun``; ``directory``, Hydra's output folder; ``out``, ``fail_on``, ``cache``,
-        ``schedule``, ``measured`` and ``routing`` as composed below ``projection`` (the user's
-        own key of that name, where ours were not typed).
+        ``schedule``, ``measured``, ``shrink`` and ``routing`` as composed below ``projection``
+        (the user's own key of that name, where ours were not typed).
     """
     mode = OmegaConf.select(root, "hydra.mode")
     multirun = getattr(mode, "name", mode) == "MULTIRUN"
@@ -66,6 +66,7 @@ def of_root(root: DictConfig) -> dict[str, Any]:
         "cache": node.get("cache"),
         "schedule": node.get("schedule"),
         "measured": node.get("measured"),
+        "shrink": node.get("shrink"),
         "model": OmegaConf.select(root, "hydra.runtime.choices.model"),
         "chose_target": OmegaConf.select(root, "hydra.runtime.choices.target_cluster"),
     }

@@ -12,7 +12,6 @@ from primus_ext.cluster_files import assumptions
 from primus_ext.cost.conditions import Conditions
 from primus_ext.cost.formats import require_precision
 from primus_ext.cost.measured_collectives import MeasuredCollectives
-from primus_ext.cost.model import CostModel
 from primus_ext.plan import Plan, ProgramRef
 from primus_ext.project import (
     caveats,
@@ -22,7 +21,7 @@ from primus_ext.project import (
     inventory,
     measured_evidence,
     memory,
-    stage,
+    observing,
     unhidden,
 )
 from primus_ext.project.compiled import Durations
@@ -142,26 +141,9 @@ def _steps(
     require_precision(cluster.accelerator, plan.precision)
     stages = stage_traces(plan, traces, cluster)
     if measured is not None:
-        kept = _observing(measured, plan, stages, kept)
+        kept = observing.lasting(measured, plan, stages, kept)
     step = _Step(plan, stages, kept, schedule_shape(plan), measured)
     return step, _other_schedule(step, schedule)
-
-
-def _observing(
-    measured: Measured, plan: Plan, stages: Sequence[RankTrace], shared: Kept
-) -> Kept:
-    """What is kept of this job alone: its ranks last as long as they were measured to."""
-    kept = Kept(
-        shared.cluster, conditions=shared.cost.conditions,
-        collectives=shared.cost.measured_collectives,
-    )  # fmt: skip
-    cost = kept.cost
-    if measured.device is not None:
-        there = Conditions.of(plan, measured.device.accelerator)
-        cost = CostModel(measured.device, conditions=there)
-    for trace in {id(trace): trace for trace in stages}.values():
-        kept.observe(trace, stage.observe(cost, trace, measured.rank(trace)))
-    return kept
 
 
 def _projection(

@@ -129,8 +129,8 @@ class _Stream:
     def __init__(self, cost: CostModel, trace: RankTrace) -> None:
         self._pricer, self._ops, self._host = Pricer(cost, trace), trace.ops, cost.conditions.host
         self._pieces = cost.conditions.pipelined_tp
-        self._stretch = 1.0
-        """Measured over modelled seconds of the part that is accounted for."""
+        self._lasts = observed.AS_MODELLED
+        """How long the part that is accounted for lasts."""
         blocking = self._host is not None and self._host.blocking
         self._serial = blocking or not cost.cluster.hides_communication
         """Whether the host waits for every call, or communication takes the cores that compute, so
@@ -142,13 +142,17 @@ class _Stream:
     ) -> Ledger:  # fmt: skip
         """Account for the calls of one part of the model, as long as it ``lasts`` if measured."""
         ledger = Ledger()
-        self._stretch = lasts.stretch if lasts else 1.0
+        self._lasts = lasts or observed.AS_MODELLED
         self.account([_Entry(call, scope, ledger) for call in calls])
-        self._stretch = 1.0
+        self._lasts = observed.AS_MODELLED
         if lasts and lasts.beside:
             term = TermName.OPTIMIZER if scope is None else TermName.EDGES
             ledger.work(term, Kind.MEMORY, lasts.beside)
         return ledger
+
+    def whole(self, calls: Sequence[Call]) -> float:
+        """Modelled seconds of calls with what their collectives expose."""
+        return self.run(calls, ScopeKind.OTHER).seconds
 
     def own(self, calls: Sequence[Call]) -> float:
         """Modelled seconds of the calls that no other rank takes part in."""
@@ -217,8 +221,7 @@ class _Stream:
     def _task(self, call: Call, queues: dict[str, list[int]]) -> lanes.Task:
         op, seconds = self._ops[call.op], self._pricer.seconds(call.op)
         remote = op.collective if op.family in _REMOTE else None
-        if op.family not in _REMOTE:
-            seconds *= self._stretch
+        seconds *= self._lasts.remote if op.family in _REMOTE else self._lasts.stretch
         if op.family is Family.P2P and op.name.endswith("send"):
             # it runs at the same time as the matching receive, which is what one waits for
             seconds = 0.0
@@ -305,7 +308,7 @@ def _issued(stream: _Stream, chunk: ChunkTrace, ahead: Ledger, back: Ledger) -> 
 
 
 def observe(
-    cost: CostModel, trace: RankTrace, measurement: RankMeasurement
+    cost: CostModel, trace: RankTrace, measurement: RankMeasurement, alone: bool = True
 ) -> observed.Observed:
     """How long parts of a trace took on a device, over what the model says of that device.
 
@@ -313,12 +316,14 @@ def observe(
         cost: Prices on the device that was measured.
         trace: The rank.
         measurement: Of a rank that does the same.
+        alone: Whether its collectives were answered at once; else they ran, and are in the times.
 
     Raises:
         MeasurementError: They don't match.
         CostError: An op has no price.
     """
-    return observed.of(trace, measurement, _Stream(cost, trace).own)
+    stream = _Stream(cost, trace)
+    return observed.of(trace, measurement, stream.own if alone else stream.whole, alone)
 
 
 def _measured(stream: _Stream, trace: RankTrace, seen: observed.Observed) -> StageTimes:

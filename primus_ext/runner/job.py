@@ -49,6 +49,9 @@ class Request:
     """Absolute path of recorded token counts of experts, None for balanced ones."""
     schedule: str | None = None
     """Pipeline schedule to price the step with, or ``all`` to compare them; None: the program's."""
+    shrink: int | None = None
+    """Processes of the smaller world to measure in the place of the job's; None: single ranks of
+    the job, the others virtual."""
     measured: str | None = None
     """Absolute path of measurements of an earlier run, to be used again; None: none are."""
     cache: str = "on"
@@ -202,10 +205,13 @@ def _measured(
         return measured.read(request.measured, cluster)
     if mode not in ("measure", "both"):
         return None
-    found = measured.make(
-        _question(request, cluster), request, answer["traces"], progress, cluster,
-        measured.device_for(cluster, request.environment),
-    )  # fmt: skip
+    accelerator = measured.device_for(cluster, request.environment)
+    question = _question(request, cluster)
+    if request.shrink is None:
+        traces = answer["traces"]
+        found = measured.make(question, request, traces, progress, cluster, accelerator)
+    else:
+        found = measured.shrunk(question, request, answer["plan"], progress, cluster, accelerator)
     measured.write(found, request.out)
     return found
 

@@ -13,7 +13,7 @@ from primus_ext import trace_io
 from primus_ext.cluster import Cluster
 from primus_ext.measurement import NOISY, RankMeasurement, merged
 from primus_ext.project.observed import Measured
-from primus_ext.runner import child, emulation, local_device
+from primus_ext.runner import child, emulation, local_device, shrink, tracing
 from primus_ext.runner.outcome import UsageError
 from primus_ext.trace import to_plain
 
@@ -92,6 +92,43 @@ def make(
     return Measured(ranks=merged(_whole(found, traces)), accelerator=accelerator, device=here)
 
 
+def shrunk(
+    question: dict[str, Any], request: Request, plan: Mapping[str, Any],
+    progress: child.Progress, target: Cluster, accelerator: str,
+) -> Measured:  # fmt: skip
+    """Measure a smaller world in the place of the job's.
+
+    Args:
+        question: As for :func:`make`.
+        request: As there.
+        plan: Of the job, plain.
+        progress: As there.
+        target: As there.
+        accelerator: As there.
+
+    Raises:
+        UsageError: There is no such world.
+        ChildError: As :func:`make`.
+    """
+    try:
+        smaller = shrink.changes(trace_io.plan_from_plain(plan), request.shrink or 1)
+    except shrink.ShrinkError as error:
+        raise UsageError(f"+projection.{error}") from error
+    if smaller["world_size"] > 1 and accelerator != HOST:
+        raise UsageError(
+            f"+projection.shrink={request.shrink} is not legal on {accelerator}: this version "
+            "measures smaller worlds of several processes on a machine's processors only; legal: 1"
+        )
+    asked = {**question, "shrunk": smaller}
+    traced = tracing.answer(
+        asked, request.command.options, request.scratch, request.out / "shrunk.log", progress,
+        cached=request.cache == "on",
+    )  # fmt: skip
+    found = make(asked, request, traced["traces"], progress, target, accelerator)
+    traces = tuple(trace_io.traces_from_plain(traced["traces"]))
+    return dataclasses.replace(found, small=traces)
+
+
 def _whole(
     found: Sequence[RankMeasurement], traces: Sequence[Mapping[str, Any]]
 ) -> list[RankMeasurement]:
@@ -126,6 +163,7 @@ def write(measured: Measured, directory: Path) -> Path:
         "schema_version": VERSION,
         "accelerator": measured.accelerator,
         "ranks": to_plain(measured.ranks),
+        "small": to_plain(measured.small),
     }
     try:
         partial.write_text(json.dumps(content, indent=1, allow_nan=False) + "\n")
@@ -152,13 +190,15 @@ def read(path: str, target: Cluster) -> Measured:
         if content["schema_version"] != VERSION:
             raise ValueError(f"schema_version {content['schema_version']}, this version reads 1")
         ranks = tuple(_ranks(content["ranks"]))
+        small = tuple(trace_io.traces_from_plain(content["small"]))
         accelerator = str(content["accelerator"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UsageError(
             f"+projection.measured={path} can't be read: {error}; name the {FILE} of a run with "
             "+projection=measure"
         ) from error
-    return Measured(ranks=ranks, accelerator=accelerator, device=_elsewhere(accelerator, target))
+    device = _elsewhere(accelerator, target)
+    return Measured(ranks=ranks, accelerator=accelerator, device=device, small=small)
 
 
 def _elsewhere(accelerator: str, target: Cluster) -> Cluster | None:

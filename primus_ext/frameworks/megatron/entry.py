@@ -73,6 +73,8 @@ def project(original: Callable[..., Any], call: inspect.BoundArguments) -> None:
 
     active = session.current()
     try:
+        if "shrunk" in active.request:
+            call = shapes.reshaped(call, active.request["shrunk"])
         arguments = plans.arguments()
         plans.refuse_unsupported(arguments)
         graphed = graphs.set_aside(arguments, call.arguments["cfg_container"])

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from primus_ext.emulate import session, virtual_cuda, virtual_peers
+from primus_ext.emulate import session, virtual_cuda, virtual_peers, virtual_world
 from primus_ext.frameworks.megatron import microbatch, pace, parts, plans, rank, real_rank, roles
 from primus_ext.measurement import ChunkSamples, PartSamples, RankMeasurement, Samples
 from primus_ext.observe import device_memory, kernel_profile
@@ -71,6 +71,9 @@ def ranks(
         if len(members) != 1:
             raise session.ProgramError("ranks: one rank a process is measured on a GPU")
         return [_measure(original, call, *members[0], asked, pace.Free())]
+    world = plans.arguments().world_size
+    if "shrunk" in active.request and world > 1:
+        return _real_world(original, call, world, asked)
     together = _together(members, active.request)
     found: list[RankMeasurement] = []
     for group in together:
@@ -85,6 +88,25 @@ def ranks(
     return found
 
 
+def _real_world(
+    original: Callable[..., Any], call: inspect.BoundArguments, world: int, asked: pace.Asked
+) -> list[RankMeasurement]:
+    """Measure all ranks of a small world, each a process, over the real backend."""
+    os.environ.update(MASTER_ADDR="localhost", MASTER_PORT=str(virtual_cuda.free_port()))
+    gate = pace.gate(
+        session.current().request, multiprocessing.get_context("fork").Barrier(world)
+    )
+    mine = dataclasses.replace(asked, beside=world)
+    args = plans.arguments()
+    forks = [
+        session.Fork(functools.partial(
+            _measure, original, call, (roles.pp_rank(member, args),), member, mine, gate, True
+        ))
+        for member in range(world)
+    ]  # fmt: skip
+    return [fork.result() for fork in forks]
+
+
 def _together(
     members: Sequence[tuple[tuple[int, ...], int | None]], request: dict[str, Any]
 ) -> list[list[tuple[tuple[int, ...], int | None]]]:
@@ -97,13 +119,13 @@ def _together(
 
 def _measure(
     original: Callable[..., Any], call: inspect.BoundArguments, pp_ranks: tuple[int, ...],
-    member: int | None, asked: pace.Asked, gate: pace.Gate,
+    member: int | None, asked: pace.Asked, gate: pace.Gate, real_world: bool = False,
 ) -> RankMeasurement:  # fmt: skip
     """Be one rank and measure it; runs in a fork."""
     if member is None:
         member = roles.global_rank(pp_ranks[0], plans.arguments())
     loop = functools.partial(steps, pp_ranks=pp_ranks, asked=asked, gate=gate)
-    return rank.run(original, call, member, loop, Observer())
+    return rank.run(original, call, member, loop, Observer(), real_world=real_world)
 
 
 def steps(
@@ -122,7 +144,8 @@ def steps(
     import megatron.training.training as module
 
     watch = Stopwatch(on_gpu=torch.cuda.is_available())
-    virtual_peers.answer(functools.partial(watch.inside, ANSWER))
+    if virtual_world.is_joined():
+        virtual_peers.answer(functools.partial(watch.inside, ANSWER))
     timers = _instrument(watch, training)
     counted = asked.warm_up + asked.steps
     _feed(training, counted + asked.profile)

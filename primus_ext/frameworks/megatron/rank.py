@@ -6,6 +6,7 @@ import contextlib
 import functools
 import gc
 import inspect
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -61,6 +62,7 @@ def run(
     loop: Loop,
     observer: Any = None,
     frozen: bool = True,
+    real_world: bool = False,
 ) -> Any:
     """Be one rank of the job up to its training loop, and run ``loop`` instead.
 
@@ -73,6 +75,8 @@ def run(
         rank: Global rank to be.
         loop: What runs where Megatron would train.
         observer: Entered before the model is built, and given to ``loop``; by default a recorder.
+        real_world: All ranks are processes, which Megatron itself joins by the variables of
+            torchrun; nothing is virtual.
         frozen: Keep the model out of garbage collections, since the process ends with it.
     """
     import megatron.training.initialize as initialization
@@ -84,7 +88,10 @@ def run(
     args.rank, args.local_rank = rank, rank % local_size
     _forget_outputs(args, call.arguments["cfg_container"])
     _whole_backwards(args, call.arguments["cfg_container"])
-    if "rendezvous" in request:
+    if real_world:
+        os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank % local_size),
+                          WORLD_SIZE=str(args.world_size))  # fmt: skip
+    elif "rendezvous" in request:
         real_peers.join(rank, args.world_size, request["rendezvous"])
     else:
         virtual_world.join(rank, args.world_size, local_size)

@@ -10,12 +10,13 @@ from typing import Any
 
 from primus_ext.emulate.registry import patch
 from primus_ext.emulate.session import ProgramError, first_line
+from primus_ext.frameworks.megatron.world_patches import WORLD
 
 _raw: list[tuple[Any, Any]] = []
 """Arguments as the program parsed them, and its defaults, before Megatron validated them."""
 
 
-@patch("megatron.training.arguments", "validate_args", group="megatron",
+@patch("megatron.training.arguments", "validate_args", group=WORLD,
        versions="megatron-core 0.19",
        reason="validation writes derived values into the arguments; other degrees start before it")
 def _validate_args(module: Any) -> None:
