@@ -43,6 +43,9 @@ class Sample:
     tier: str = HOST
     members: int
     """Of the group."""
+    busy: int = 0
+    """Processes of a host that were at it at once, in this group and others like it; 0: its own
+    members alone."""
     bytes: int
     """As :attr:`primus_ext.trace.Collective.bytes` counts; 0 of a barrier."""
     seconds: tuple[tuple[float, ...], ...]
