@@ -10,7 +10,14 @@ from pathlib import Path
 
 from primus_ext import __version__
 from primus_ext.conf_dir import hydra_conf_dir
-from primus_ext.runner import Exit, UsageError, fit_runs, say, validate_runs
+from primus_ext.runner import (
+    Exit,
+    UsageError,
+    fit_runs,
+    measure_collectives,
+    say,
+    validate_runs,
+)
 from primus_ext.runner.outcome import VERDICT_FILE
 
 
@@ -86,7 +93,41 @@ def _parser() -> argparse.ArgumentParser:
                      help="folder for GENERATION.yaml (default: the installed one)")
     fit.add_argument("--report", type=Path, metavar="FILE", help="write the errors there, Markdown")
     fit.set_defaults(run=_fit)
+    sweep = commands.add_parser(
+        "collectives",
+        help="measure the collectives of this machine",
+        description="Time all kinds of collectives over the devices of this machine, or over "
+        "processes on its cores, with the real library, and fit lines to the times. "
+        "+projection.collectives=OUT prices a job's collectives with them.",
+    )
+    sweep.add_argument("--out", type=Path, required=True, help="file for times and lines (JSON)")
+    for name, text in _SWEEP_OPTIONS.items():
+        many = name in ("kinds", "sizes", "members", "dtypes")
+        sweep.add_argument(f"--{name}", help=text, nargs="+" if many else None)
+    sweep.set_defaults(run=_collectives)
     return parser
+
+
+_SWEEP_OPTIONS = {
+    "processes": "default: one a device; on CPUs one a core",
+    "device": "cpu or cuda; default: cuda if there is one",
+    "kinds": "of collectives; default: all",
+    "sizes": "bytes; default: powers of two",
+    "members": "group sizes; default: 2, 3, 4 and powers of two",
+    "dtypes": "of the numbers that are added; default: fp32 bf16",
+    "rounds": "through everything; default: 3",
+    "timeout": "seconds after which a collective counts as hanging; default: 60",
+    "accelerator": "file of hydra_conf/accelerator that describes the device",
+}
+
+
+def _collectives(asked: argparse.Namespace) -> int:
+    options: list[str] = []
+    for name in _SWEEP_OPTIONS:
+        given = getattr(asked, name)
+        if given is not None:
+            options += [f"--{name}", *(given if isinstance(given, list) else [given])]
+    return measure_collectives(asked.out, options)
 
 
 def _fit(asked: argparse.Namespace) -> int:

@@ -42,10 +42,7 @@ class Sample:
     """Of the elements, as in a trace: fp32, bf16, ..."""
     tier: str = HOST
     members: int
-    """Of the group."""
-    busy: int = 0
-    """Processes of a host that were at it at once, in this group and others like it; 0: its own
-    members alone."""
+    """Of the group; the other processes were at it too, in groups as large."""
     bytes: int
     """As :attr:`primus_ext.trace.Collective.bytes` counts; 0 of a barrier."""
     seconds: tuple[tuple[float, ...], ...]

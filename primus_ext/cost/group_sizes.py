@@ -1,13 +1,15 @@
 """From measured group sizes to others: steps of the algorithm, and bytes that each member moves.
 
 A collective of n members takes so many steps one after another, each with its start, and moves so
-many bytes for each byte of its buffer: rings 2(n-1) steps and 2(n-1)/n for an all-reduce, (n-1) and
-(n-1)/n for a gather or a reduce-scatter; direct exchanges (n-1) and (n-1)/n for an all-to-all; trees
-log2(n) steps for a broadcast and a barrier (Thakur, Rabenseifner & Gropp 2005).  Members that share
-the cores of a host move all their bytes through these: then the bytes of all count.
+many bytes for each byte of its buffer: rings 2(n-1) steps and 2(n-1)/n for an all-reduce, (n-1)
+and (n-1)/n for a gather or a reduce-scatter; direct exchanges (n-1) and (n-1)/n for an all-to-all;
+trees log2(n) steps for a broadcast and a barrier (Thakur, Rabenseifner & Gropp 2005).
 
 What a library really does differs; so the law only bends the line between measured group sizes and
 beyond them, and the interval reaches from "no dependence" to "all of it in proportion".
+
+Processes of a host without devices take turns on its cores, those of other groups too: with more of
+them than cores everything takes as many times as long.
 """
 
 from __future__ import annotations
@@ -54,6 +56,26 @@ class Parts:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class Host:
+    """Processes that share a host."""
+
+    processes: int
+    """All are at it at once, in as many groups as they make."""
+    cores: int | None
+    """That they take turns on; None: each has a device."""
+
+    def crowding(self, members: int) -> float:
+        """How many times as long everything takes, in groups of ``members``."""
+        if self.cores is None:
+            return 1.0
+        return self.crowding_of(max(members, self.processes // members * members))
+
+    def crowding_of(self, busy: int) -> float:
+        """The same with so many processes at work."""
+        return 1.0 if self.cores is None else max(1.0, busy / self.cores)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class Estimate:
     """Seconds in a group of some size."""
 
@@ -63,7 +85,7 @@ class Estimate:
 
 
 def estimate(
-    kind: CollectiveKind, measured: Mapping[int, Parts], members: int, cores: int | None
+    kind: CollectiveKind, measured: Mapping[int, Parts], members: int, host: Host
 ) -> Estimate:
     """Seconds in a group of ``members``.
 
@@ -71,69 +93,80 @@ def estimate(
         kind: The collective.
         measured: By members, one size; at least one group.
         members: Of the group that is asked for.
-        cores: That all members share; None: every member has a device.
+        host: Where all of them are measured, and asked for.
     """
     if members in measured:
         parts = measured[members]
         return Estimate(parts, parts.seconds, parts.seconds)
+    alone = {
+        n: Parts(parts.start / host.crowding(n), parts.wire / host.crowding(n))
+        for n, parts in measured.items()
+    }
     below = max((n for n in measured if n < members), default=None)
     above = min((n for n in measured if n > members), default=None)
     if below is not None and above is not None:
-        return _between(kind, measured, (below, members, above), cores)
-    return _beyond(kind, measured, members, cores)
+        found = _between(kind, alone, (below, members, above))
+    else:
+        found = _beyond(kind, alone, members)
+    crowding = host.crowding(members)
+    nearest = min(host.crowding(n) for n in (below, above) if n is not None)
+    parts = Parts(found.parts.start * crowding, found.parts.wire * crowding)
+    low, high = found.low * min(nearest, crowding), found.high * max(nearest, crowding)
+    return Estimate(parts, min(low, parts.seconds), max(high, parts.seconds))
 
 
-def _laws(kind: CollectiveKind, members: int, cores: int | None) -> tuple[float, float]:
+def crowded(estimate: Estimate, ratio: float) -> Estimate:
+    """The same where everything takes ``ratio`` times as long, or, at the other end, does not."""
+    parts = Parts(estimate.parts.start * ratio, estimate.parts.wire * ratio)
+    return Estimate(
+        parts, min(estimate.low, estimate.low * ratio), max(estimate.high, estimate.high * ratio)
+    )
+
+
+def _laws(kind: CollectiveKind, members: int) -> tuple[float, float]:
     """Coordinates in which start and wire are straight."""
-    moved = volume(kind, members)
-    if cores is not None:
-        moved *= members / min(members, cores)
-    return steps(kind, members), moved
+    return steps(kind, members), volume(kind, members)
 
 
 def _between(
-    kind: CollectiveKind, measured: Mapping[int, Parts], sizes: tuple[int, int, int],
-    cores: int | None,
-) -> Estimate:  # fmt: skip
-    """On the line between the neighbours, each part in its own coordinate."""
-    low, mine, high = (_laws(kind, n, cores) for n in sizes)
-    left, right = measured[sizes[0]], measured[sizes[2]]
-    values = [
-        a + (b - a) * _share(*at)
-        for a, b, at in (
-            (left.start, right.start, (low[0], mine[0], high[0])),
-            (left.wire, right.wire, (low[1], mine[1], high[1])),
-        )
-    ]
-    ends = sorted((left.seconds, right.seconds))
-    return Estimate(Parts(*values), ends[0], ends[1])
-
-
-def _share(low: float, mine: float, high: float) -> float:
-    return 0.5 if high == low else min(1.0, max(0.0, (mine - low) / (high - low)))
-
-
-def _beyond(
-    kind: CollectiveKind, measured: Mapping[int, Parts], members: int, cores: int | None
+    kind: CollectiveKind, measured: Mapping[int, Parts], sizes: tuple[int, int, int]
 ) -> Estimate:
+    """On the line between the neighbours, each part in its own coordinate."""
+    low, mine, high = (_laws(kind, n) for n in sizes)
+    left, right = measured[sizes[0]], measured[sizes[2]]
+    start, wire = (
+        a + (b - a) * _share(low[at], mine[at], high[at], sizes)
+        for at, a, b in ((0, left.start, right.start), (1, left.wire, right.wire))
+    )
+    ends = sorted((left.seconds, start + wire, right.seconds))
+    return Estimate(Parts(start, wire), ends[0], ends[2])
+
+
+def _share(low: float, mine: float, high: float, sizes: tuple[int, int, int]) -> float:
+    """Of the way from the lower neighbour; by the members where the law sees no difference."""
+    if low < high:
+        return min(1.0, max(0.0, (mine - low) / (high - low)))
+    return (sizes[1] - sizes[0]) / (sizes[2] - sizes[0])
+
+
+def _beyond(kind: CollectiveKind, measured: Mapping[int, Parts], members: int) -> Estimate:
     """From the nearest group on: by the law, as far as the measured groups follow it."""
     sizes = sorted(measured)
-    nearest = sizes[-1] if members > sizes[-1] else sizes[0]
-    here, there = _laws(kind, nearest, cores), _laws(kind, members, cores)
+    larger = members > sizes[-1]
+    nearest = sizes[-1] if larger else sizes[0]
+    other = sizes[-2 if larger else 1] if len(sizes) > 1 else None
+    here, there = _laws(kind, nearest), _laws(kind, members)
     last = measured[nearest]
-    other = sizes[-2 if members > sizes[-1] else 1] if len(sizes) > 1 else None
-    values, fixed, whole = [], [], []
-    for index, part in enumerate(("start", "wire")):
-        seconds, ratio = getattr(last, part), there[index] / here[index]
-        weight = 1.0
+    values, whole = [], 0.0
+    for at, seconds in enumerate((last.start, last.wire)):
+        ratio, weight = there[at] / here[at], 1.0
         if other is not None:
-            before = getattr(measured[other], part)
-            weight = _weight(before, seconds, _laws(kind, other, cores)[index], here[index])
+            before = (measured[other].start, measured[other].wire)[at]
+            weight = _weight(before, seconds, _laws(kind, other)[at], here[at])
         values.append(seconds * (1 + weight * (ratio - 1)))
-        fixed.append(seconds)
-        whole.append(seconds * ratio)
+        whole += seconds * ratio
     parts = Parts(*values)
-    ends = sorted((sum(fixed), sum(whole), parts.seconds))
+    ends = sorted((last.seconds, whole, parts.seconds))
     return Estimate(parts, ends[0], ends[2])
 
 

@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from primus_ext.cluster import Cluster
-from primus_ext.collective_samples import EXCHANGE, HOST, NETWORK, SamplesError, Sweep, load
+from primus_ext.collective_samples import (
+    EXCHANGE,
+    HOST,
+    NETWORK,
+    Sample,
+    SamplesError,
+    Sweep,
+    load,
+)
 from primus_ext.cost import piecewise
-from primus_ext.cost.group_sizes import Estimate, Parts, estimate
+from primus_ext.cost.group_sizes import Host, Parts, crowded, estimate
 from primus_ext.cost.placement import Placement, placement, require_ranks
 from primus_ext.cost.priced import FREE, MEASURED, CostError, Priced
 from primus_ext.trace import Collective, CollectiveKind
@@ -46,15 +53,23 @@ class Answer:
     """What it stands on, in words."""
 
 
-class MeasuredCollectives:
-    """Lines fitted to one or several sweeps; the later ones go first where they overlap."""
+def key_of(sample: Sample) -> Key:
+    """What a sample is a point of, beside its group."""
+    return sample.kind, sample.variant, sample.dtype if sample.kind in _ADDS else "", sample.tier
 
-    def __init__(self, sweeps: Sequence[Sweep], name: str) -> None:
+
+class MeasuredCollectives:
+    """Lines fitted to one or several sweeps of the same kind of device."""
+
+    def __init__(self, sweeps: Sequence[Sweep], name: str, *, quiet: bool = False) -> None:
         """Fit.
 
         Args:
-            sweeps: Of the same device and backend, e.g. one of a host and one over the network.
+            sweeps: Of one backend and device: with other numbers of processes a host, or over
+                other tiers.  Where two hold the same point the later one's is taken.
             name: What evidence calls them, e.g. the file.
+            quiet: Fit the least of the rounds' medians instead of their median: the times of a
+                machine that nobody else uses, from one that others do.
 
         Raises:
             SamplesError: There is no sweep, it is empty, or they are of different devices.
@@ -64,19 +79,12 @@ class MeasuredCollectives:
         if len({(s.backend, s.accelerator) for s in sweeps}) > 1:
             raise SamplesError(f"{name}: sweeps of different devices or backends are no one target")
         self.name, self.sweep = name, sweeps[-1]
-        self._points: dict[tuple[Key, int], list[piecewise.Point]] = defaultdict(list)
-        noise: dict[tuple[Key, int], list[float]] = defaultdict(list)
-        for sample in (sample for sweep in sweeps for sample in sweep.samples):
-            dtype = sample.dtype if sample.kind in _ADDS else ""
-            key = ((sample.kind, sample.variant, dtype, sample.tier), sample.members)
-            self._points[key] = [p for p in self._points[key] if p[0] != sample.bytes]
-            self._points[key].append((sample.bytes, sample.typical))
-            noise[key].append(sample.spread)
-        self.curves: dict[Key, dict[int, piecewise.Curve]] = defaultdict(dict)
-        for (key, members), points in self._points.items():
-            spread = sorted(noise[key, members])[len(noise[key, members]) // 2]
-            self.curves[key][members] = piecewise.fit(points, spread)
-        self._shared = self.sweep.host_cores if self.sweep.accelerator == "cpu" else None
+        self.curves: dict[int, dict[Key, dict[int, piecewise.Curve]]] = {}
+        """Lines by processes of a host, kind and members."""
+        for crowd in dict.fromkeys(sweep.processes // sweep.hosts for sweep in sweeps):
+            of_crowd = [sweep for sweep in sweeps if sweep.processes // sweep.hosts == crowd]
+            samples = [sample for sweep in of_crowd for sample in sweep.samples]
+            self.curves[crowd] = _fitted(samples, quiet)
 
     @classmethod
     def of_files(cls, paths: Sequence[Path]) -> MeasuredCollectives:
@@ -105,21 +113,45 @@ class MeasuredCollectives:
                 f"{cluster.name} has {cluster.accelerator.name}"
             )
 
-    def answer(self, collective: Collective, where: Placement) -> Answer | None:
-        """Seconds over a group that lies so on the target; None where no measured time carries.
+    def price(
+        self, cluster: Cluster, collective: Collective, ranks: Sequence[int]
+    ) -> Priced | None:
+        """As :func:`primus_ext.cost.collectives.price`, None where no measured time carries.
+
+        Raises:
+            CostError: A rank does not exist on the target, or that has another accelerator.
+        """
+        self.require(cluster)
+        require_ranks(cluster, collective.group, ranks)
+        if len(ranks) == 1:
+            return FREE
+        cores = cluster.accelerator.host_cores
+        host = Host(cluster.gpus_per_node, int(cores.value) if cores is not None else None)
+        found = self.answer(collective, placement(cluster, ranks), host)
+        if found is None:
+            return None
+        terms = {"latency": found.parts.start, "wire": found.parts.wire}
+        return Priced(found.parts.seconds, MEASURED, terms, (found.low, found.high), found.basis)
+
+    def answer(self, collective: Collective, where: Placement, host: Host) -> Answer | None:
+        """Seconds over a group that lies so on a target; None where no measured time carries.
 
         Args:
             collective: Kind, size, number format and group.
             where: Its members, two or more.
+            host: Of the target.
         """
+        crowd = min(self.curves, key=lambda n: abs(math.log(n / host.processes)))
         if where.domains == 1:
-            return self._in_tier(collective, HOST, where.size)
+            return self._in_tier(collective, HOST, where.size, host, crowd)
         if where.local == 1 or collective.kind is CollectiveKind.SEND_RECV:
             members = where.domains if where.local == 1 else 2
-            return self._in_tier(collective, NETWORK, members)
-        return self._over_tiers(collective, where)
+            return self._in_tier(collective, NETWORK, members, host, crowd)
+        return self._over_tiers(collective, where, host, crowd)
 
-    def _over_tiers(self, collective: Collective, where: Placement) -> Answer | None:
+    def _over_tiers(
+        self, collective: Collective, where: Placement, host: Host, crowd: int
+    ) -> Answer | None:
         """Inside the hosts first, then between them with what each member has left.
 
         Added they are what an implementation takes that does one after the other; one that does
@@ -130,10 +162,11 @@ class MeasuredCollectives:
         part = collective.bytes
         if collective.kind not in (CollectiveKind.BROADCAST, CollectiveKind.BARRIER):
             part = -(-part // where.local)
-        found = [self._in_tier(dataclasses.replace(collective, bytes=part), NETWORK, where.domains)]
+        beyond = dataclasses.replace(collective, bytes=part)
+        found = [self._in_tier(beyond, NETWORK, where.domains, host, crowd)]
         for kind in _INSIDE[collective.kind]:
             inside = dataclasses.replace(collective, kind=kind)
-            found.append(self._in_tier(inside, HOST, where.local))
+            found.append(self._in_tier(inside, HOST, where.local, host, crowd))
         answers = [one for one in found if one is not None]
         if len(answers) < len(found):
             return None
@@ -143,101 +176,106 @@ class MeasuredCollectives:
             f"tier by tier: {'; '.join(dict.fromkeys(a.basis for a in answers))}",
         )  # fmt: skip
 
-    def _in_tier(self, collective: Collective, tier: str, members: int) -> Answer | None:
-        kind, size = collective.kind, collective.bytes
-        variant = ""
+    def _in_tier(
+        self, collective: Collective, tier: str, members: int, host: Host, crowd: int
+    ) -> Answer | None:
+        kind, size, variant = collective.kind, collective.bytes, ""
         if kind is CollectiveKind.BARRIER:
             size = 0
         elif kind is CollectiveKind.SEND_RECV:
             # along a pipeline one message follows another; elsewhere everyone sends at once
             variant, members = ("", 2) if collective.group == "pp" else (EXCHANGE, members)
-        dtype = self._dtype(collective, variant, tier)
-        curves = self.curves.get((kind, variant, dtype, tier))
+        curves = self.curves[crowd].get((kind, variant, self._dtype(collective, tier, crowd), tier))
         if not curves:
             return None
-        return _answered(kind, curves, size, members, self._shared if tier == HOST else None)
+        measured = Host(crowd, None if host.cores is None else self.sweep.host_cores)
+        return _answered(kind, curves, size, members, measured, host)
 
-    def _dtype(self, collective: Collective, variant: str, tier: str) -> str:
+    def _dtype(self, collective: Collective, tier: str, crowd: int) -> str:
         """The measured number format: the same one, else one of its width, else the slowest."""
-        kind = collective.kind
+        kind, all_curves = collective.kind, self.curves[crowd]
         if kind not in _ADDS:
             return ""
-        known = [key[2] for key in self.curves if (key[0], key[1], key[3]) == (kind, variant, tier)]
+        known = [key[2] for key in all_curves if key[0] == kind and key[3] == tier]
         if collective.dtype in known or not known:
             return collective.dtype
         width = _WIDTH.get(collective.dtype)
         alike = [dtype for dtype in known if width and _WIDTH.get(dtype) == width]
 
         def seconds(dtype: str) -> float:
-            curves = self.curves[kind, variant, dtype, tier]
+            curves = all_curves[kind, "", dtype, tier]
             return curves[min(curves)].seconds(collective.bytes)
 
         return max(alike or known, key=seconds)
-
-    def price(self, cluster: Cluster, collective: Collective, ranks: Sequence[int]) -> Priced | None:
-        """As :func:`primus_ext.cost.collectives.price`, None where no measured time carries.
-
-        Raises:
-            CostError: A rank does not exist on the target, or that has another accelerator.
-        """
-        self.require(cluster)
-        require_ranks(cluster, collective.group, ranks)
-        if len(ranks) == 1:
-            return FREE
-        found = self.answer(collective, placement(cluster, ranks))
-        if found is None:
-            return None
-        terms = {"latency": found.parts.start, "wire": found.parts.wire}
-        return Priced(found.parts.seconds, MEASURED, terms, (found.low, found.high), found.basis)
 
     def fits(self) -> tuple[dict[str, Any], ...]:
         """All lines, for the reader of a file."""
         return tuple(
             {
-                "kind": str(key[0]), "variant": key[1], "dtype": key[2], "tier": key[3],
-                "members": members, "residual": curve.residual,
+                "processes_per_host": crowd, "kind": str(key[0]), "variant": key[1],
+                "dtype": key[2], "tier": key[3], "members": members, "residual": curve.residual,
                 "lines": [
                     {"upto_bytes": None if math.isinf(line.upto) else line.upto,
                      "start_s": line.start, "s_per_byte": line.rate}
                     for line in curve.lines
                 ],
             }
-            for key, curves in self.curves.items()
+            for crowd, kinds in self.curves.items()
+            for key, curves in kinds.items()
             for members, curve in sorted(curves.items())
         )  # fmt: skip
 
 
-@functools.lru_cache(maxsize=8)
-def of_files(paths: tuple[Path, ...]) -> MeasuredCollectives:
-    """As :meth:`MeasuredCollectives.of_files`, read once."""
-    return MeasuredCollectives.of_files(paths)
+def _fitted(samples: Sequence[Sample], quiet: bool) -> dict[Key, dict[int, piecewise.Curve]]:
+    """A curve for every kind and group."""
+    points: dict[tuple[Key, int], dict[int, Sample]] = defaultdict(dict)
+    for sample in samples:
+        points[key_of(sample), sample.members][sample.bytes] = sample
+    curves: dict[Key, dict[int, piecewise.Curve]] = defaultdict(dict)
+    for (key, members), found in points.items():
+        spreads = sorted(sample.spread for sample in found.values())
+        curves[key][members] = piecewise.fit(
+            [(size, s.quietest if quiet else s.typical) for size, s in found.items()],
+            spreads[len(spreads) // 2],
+        )
+    return dict(curves)
 
 
 def _answered(
-    kind: CollectiveKind, curves: dict[int, piecewise.Curve], size: int, members: int,
-    cores: int | None,
+    kind: CollectiveKind, curves: Mapping[int, piecewise.Curve], size: int, members: int,
+    measured: Host, host: Host,
 ) -> Answer:  # fmt: skip
     """From the curves of one kind; residuals and distance make the interval."""
-    measured = {}
-    for count, curve in curves.items():
-        line = curve.at(size)
-        measured[count] = Parts(line.start, line.rate * size)
-    found: Estimate = estimate(kind, measured, members, cores)
-    near = min(curves, key=lambda n: abs(math.log(n / members)))
-    residual = max(curve.residual for n, curve in curves.items() if n == near or len(curves) == 1)
-    outside = _outside(curves[near], size)
-    width = residual * (1 + outside)
-    sizes = ", ".join(str(n) for n in sorted(curves))
-    near_curve = curves[near]
-    basis = f"{kind} in groups of {sizes}"
-    if near_curve.largest:
-        basis += f", {near_curve.smallest:,.0f} to {near_curve.largest:,.0f} bytes"
+    lines = {count: curve.at(size) for count, curve in curves.items()}
+    parts = {count: Parts(line.start, line.rate * size) for count, line in lines.items()}
+    found = estimate(kind, parts, members, measured)
+    ratio = host.crowding(members) / measured.crowding(members)
+    found = crowded(found, ratio)
+    near = curves[min(curves, key=lambda n: abs(math.log(n / members)))]
+    outside = _outside(near, size)
+    width = near.residual * (1 + outside)
+    return Answer(
+        found.parts, found.low * math.exp(-width), found.high * math.exp(width),
+        _basis(kind, curves, members, near, bool(outside), measured, ratio),
+    )  # fmt: skip
+
+
+def _basis(
+    kind: CollectiveKind, curves: Mapping[int, piecewise.Curve], members: int,
+    near: piecewise.Curve, outside: bool, measured: Host, ratio: float,
+) -> str:  # fmt: skip
+    """What an answer stands on, in words."""
+    told = f"{kind} in groups of {', '.join(str(n) for n in sorted(curves))}"
+    if near.largest:
+        told += f", {near.smallest:,.0f} to {near.largest:,.0f} bytes"
     if members not in curves:
-        basis += f", {'between' if min(curves) < members < max(curves) else 'extrapolated'} for "
-        basis += f"{members}"
+        inside = min(curves) < members < max(curves)
+        told += f", {'between them' if inside else 'extrapolated'} for groups of {members}"
     if outside:
-        basis += ", extrapolated beyond these sizes"
-    return Answer(found.parts, found.low * math.exp(-width), found.high * math.exp(width), basis)
+        told += ", extrapolated beyond these sizes"
+    if ratio != 1:
+        told += f", times {ratio:.2g} for other than the {measured.processes} processes a host"
+    return told
 
 
 def _outside(curve: piecewise.Curve, size: float) -> float:

@@ -107,7 +107,9 @@ def fit(points: Sequence[Point], noise: float = 0.0) -> Curve:
     return Curve(lines, points[0][0], points[-1][0], math.sqrt(squares / freedom))
 
 
-def _switch(left: tuple[float, float], right: tuple[float, float], low: float, high: float) -> float:
+def _switch(
+    left: tuple[float, float], right: tuple[float, float], low: float, high: float
+) -> float:
     """Where one line takes over: where they cross, or half way (in powers) if they don't there."""
     if left[1] != right[1]:
         crossing = (right[0] - left[0]) / (left[1] - right[1])

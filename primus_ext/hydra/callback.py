@@ -33,9 +33,9 @@ class ProjectionCallback(Callback):
         """Take over.
 
         Args:
-            settings: ``mode``, ``context`` and optionally ``out``, ``fail_on``, ``cache``,
-                ``routing``, ``schedule``, ``measured``, ``shrink`` (as the files of the
-                ``projection`` group have them) and ``target_cluster`` (content of such a file).
+            settings: ``mode``, ``context`` and optionally those of :data:`typed.OPTIONS` (as the
+                files of the ``projection`` group have them) and ``target_cluster`` (content of such
+                a file).
 
         Raises:
             SystemExit: always, but in the child process of a projection.
@@ -101,8 +101,7 @@ def _whole(key: str, value: Any) -> int | None:
 
 
 def _check(settings: Mapping[str, Any], surroundings: Mapping[str, Any]) -> None:
-    legal = ("mode", "out", "fail_on", "cache", "routing", "schedule", "measured",
-             "shrink",              "target_cluster", "context")  # fmt: skip
+    legal = ("mode", *typed.OPTIONS, "target_cluster", "context")
     unknown = sorted(set(settings) - set(legal))
     if unknown:
         raise UsageError(
@@ -155,6 +154,7 @@ def _request(
         measured=_path(given.get("measured") or settings.get("measured")),
         shrink=_whole("shrink", given.get("shrink", settings.get("shrink"))),
         schedule=_text(given.get("schedule", settings.get("schedule"))),
+        collectives=_path(given.get("collectives") or settings.get("collectives")),
         removed=tuple(ours),
         name=model,
         environment=dict(os.environ),

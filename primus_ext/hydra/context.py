@@ -47,9 +47,8 @@ def of_root(root: DictConfig) -> dict[str, Any]:
         root: The configuration with its ``hydra`` node.
 
     Returns:
-        ``multirun``; ``directory``, Hydra's output folder; ``out``, ``fail_on``, ``cache``,
-        ``schedule``, ``measured``, ``shrink`` and ``routing`` as composed below ``projection``
-        (the user's own key of that name, where ours were not typed).
+        ``multirun``; ``directory``, Hydra's output folder; and those of :data:`typed.OPTIONS` as
+        composed below ``projection`` (the user's own key of that name, where ours were not typed).
     """
     mode = OmegaConf.select(root, "hydra.mode")
     multirun = getattr(mode, "name", mode) == "MULTIRUN"
@@ -60,13 +59,7 @@ def of_root(root: DictConfig) -> dict[str, Any]:
     return {
         "multirun": multirun,
         "directory": str(directory),
-        "out": node.get("out"),
-        "fail_on": node.get("fail_on"),
-        "routing": node.get("routing"),
-        "cache": node.get("cache"),
-        "schedule": node.get("schedule"),
-        "measured": node.get("measured"),
-        "shrink": node.get("shrink"),
+        **{name: node.get(name) for name in typed.OPTIONS},
         "model": OmegaConf.select(root, "hydra.runtime.choices.model"),
         "chose_target": OmegaConf.select(root, "hydra.runtime.choices.target_cluster"),
     }

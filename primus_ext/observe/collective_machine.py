@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.cuda.nccl as nccl
 
 from primus_ext import this_machine
 
@@ -40,14 +41,14 @@ def default_processes(device: str) -> int:
 
 def describe(device: str) -> Machine:
     """The machine as it is now."""
-    versions = {"torch": torch.__version__}
+    versions = {"torch": str(torch.__version__)}
     if device == "cuda":
         product = torch.cuda.get_device_name()
         if torch.version.hip:
             versions["hip"] = torch.version.hip
         elif torch.version.cuda:
             versions["cuda"] = torch.version.cuda
-        versions["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
+        versions["nccl"] = ".".join(map(str, nccl.version()))
     else:
         product = _processor()
         versions["kernel"] = platform.release()

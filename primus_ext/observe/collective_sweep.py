@@ -21,11 +21,11 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from primus_ext.collective_samples import EXCHANGE, HOST, UNEVEN, Sample, Sweep, save
+from primus_ext.collective_samples import EXCHANGE, UNEVEN, Sample, Sweep, save
 from primus_ext.observe import collective_machine, collective_ranks
 from primus_ext.observe.collective_calls import ADDS, DTYPES, Case, fitting
 from primus_ext.observe.collective_ranks import SweepError
-from primus_ext.observe.collective_worker import Orders, groups_of
+from primus_ext.observe.collective_worker import Orders
 from primus_ext.trace import CollectiveKind
 
 _KINDS = {
@@ -182,7 +182,6 @@ def _found(
     samples = [
         Sample(
             **{field.name: getattr(asked[index], field.name) for field in dataclasses.fields(Case)},
-            busy=sum(map(len, groups_of(HOST, asked[index].members, wanted.processes, 1))),
             seconds=tuple(rounds),
         )
         for index, rounds in sorted(times.items())
@@ -207,7 +206,7 @@ def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--out", type=Path, required=True, help="file for the times (JSON)")
     parser.add_argument("--processes", type=int, help="default: one a device; on CPUs one a core")
-    parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where there is one")
+    parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda if there is one")
     parser.add_argument("--kinds", nargs="+", default=list(KINDS), metavar="KIND")
     parser.add_argument("--sizes", nargs="+", type=int, default=[], metavar="BYTES")
     parser.add_argument("--members", nargs="+", type=int, default=[], metavar="N")

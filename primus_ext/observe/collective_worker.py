@@ -62,8 +62,8 @@ class _Rank:
             world_size=world, timeout=limit,
         )  # fmt: skip
         everyone = list(range(world))
-        self.control = dist.new_group(everyone, backend="gloo", timeout=limit)
-        self.groups: dict[tuple[str, int], dist.ProcessGroup | None] = {}
+        self.control: Any = dist.new_group(everyone, backend="gloo", timeout=limit)
+        self.groups: dict[tuple[str, int], Any] = {}
         for tier, members in dict.fromkeys((c.tier, c.members) for c in orders.cases):
             self.groups[tier, members] = self._join(tier, members, limit)
         self.pipe = int(os.environ[PIPE])

@@ -28,6 +28,13 @@ def fit_runs(runs: Path, out: Path | None, report: Path | None) -> int:
     return fit.command(runs, out or fit.default_out(), report)
 
 
+def measure_collectives(out: Path, options: list[str]) -> int:
+    """``primus-ext collectives``; see :func:`primus_ext.runner.collectives.command`."""
+    from primus_ext.runner import collectives
+
+    return collectives.command(out, options)
+
+
 __all__ = [
     "MODES",
     "Exit",
@@ -38,6 +45,7 @@ __all__ = [
     "arm_tripwire",
     "close",
     "fit_runs",
+    "measure_collectives",
     "place",
     "run",
     "say",

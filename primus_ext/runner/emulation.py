@@ -8,6 +8,7 @@ from typing import Any
 from primus_ext import trace_io
 from primus_ext.cluster import Cluster
 from primus_ext.cluster_data import load_cluster
+from primus_ext.cost.measured_collectives import MeasuredCollectives
 from primus_ext.plan import Plan, ProgramRef
 from primus_ext.project import compose
 from primus_ext.project.observed import Measured
@@ -44,6 +45,7 @@ def question(cluster: Cluster) -> dict[str, Any]:
 def priced_and_drawn(
     answer: Mapping[str, Any], mode: str, cluster: Cluster, notes: Sequence[str],
     schedule: str | None = None, measured: Measured | None = None,
+    collectives: MeasuredCollectives | None = None,
 ) -> tuple[Projection, StepTimeline]:  # fmt: skip
     """The projection of what the child traced, and when every pipeline rank does what.
 
@@ -54,13 +56,14 @@ def priced_and_drawn(
         notes: What the report must say.
         schedule: As there.
         measured: As there.
+        collectives: As there.
 
     Raises:
         ValueError: the target can't run it, or not under that schedule.
     """
     return compose.project_and_draw(
         *_traced(answer), cluster, mode=mode, schedule=schedule, measured=measured,
-        **_said(answer, notes)
+        collectives=collectives, **_said(answer, notes)
     )
 
 

@@ -18,6 +18,7 @@ from primus_ext.runner.outcome import Exit, Outcome, UsageError, close, say
 if TYPE_CHECKING:
     from primus_ext.cluster import Cluster
     from primus_ext.project.observed import Measured
+    from primus_ext.cost.measured_collectives import MeasuredCollectives
     from primus_ext.project.rescheduled import StepTimeline
     from primus_ext.project.result import Projection
 
@@ -54,6 +55,9 @@ class Request:
     the job, the others virtual."""
     measured: str | None = None
     """Absolute path of measurements of an earlier run, to be used again; None: none are."""
+    collectives: str | None = None
+    """Absolute path of measured collectives (:mod:`primus_ext.collective_samples`), None for the
+    model's."""
     cache: str = "on"
     """Whether traces are kept and used again: one of :data:`CACHE`."""
     removed: tuple[str, ...] = ()
@@ -107,7 +111,8 @@ def _project(request: Request) -> Outcome:
         )
     _check_schedule(request.schedule)
     cluster = _cluster(request)
-    projection, drawing = _composed(request, mode, cluster, notes)
+    collectives = _collectives(request, cluster)
+    projection, drawing = _composed(request, mode, cluster, notes, collectives)
     path = _write(projection, drawing, request.out)
     _show(projection)
     return _judged(projection.memory.verdict, request.fail_on, path)
@@ -162,8 +167,25 @@ def _cluster(request: Request) -> Cluster:
         raise UsageError(str(error)) from error
 
 
+def _collectives(request: Request, cluster: Cluster) -> MeasuredCollectives | None:
+    """Measured collectives that were named, refused before the program is run."""
+    from primus_ext.collective_samples import SamplesError
+    from primus_ext.cost.measured_collectives import MeasuredCollectives
+    from primus_ext.cost.priced import CostError
+
+    if request.collectives is None:
+        return None
+    try:
+        found = MeasuredCollectives.of_files([Path(request.collectives)])
+        found.require(cluster)
+    except (SamplesError, CostError) as error:
+        raise UsageError(f"+projection.collectives={request.collectives}: {error}") from error
+    return found
+
+
 def _composed(
-    request: Request, mode: str, cluster: Cluster, notes: list[str]
+    request: Request, mode: str, cluster: Cluster, notes: list[str],
+    collectives: MeasuredCollectives | None,
 ) -> tuple[Projection, StepTimeline]:
     from primus_ext.report.progress import ProgressBar
     from primus_ext.runner import emulation
@@ -182,12 +204,15 @@ def _composed(
         said = [*notes, *(measured.notes(found) if found else ())]
         try:
             projection, drawing = emulation.priced_and_drawn(
-                answer, mode, cluster, said, request.schedule, found
+                answer, mode, cluster, said, request.schedule, found, collectives
             )
             if mode == "both":
                 alone, _ = emulation.priced_and_drawn(answer, mode, cluster, [], request.schedule)
                 projection = dataclasses.replace(projection, simulated=alone.breakdown)
             return projection, drawing
+            return emulation.priced_and_drawn(
+                answer, mode, cluster, notes, request.schedule, measured
+            )
         except ValueError as error:  # the target can't run this plan
             raise UsageError(str(error)) from error
 
