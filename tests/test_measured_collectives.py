@@ -1,19 +1,26 @@
-"""Measured collectives in the place of the model: fit, group sizes, tiers, evidence, a slow link."""
+"""Measured collectives in the place of the model: groups, tiers, evidence, a slower link."""
 
 from __future__ import annotations
 
 import dataclasses
+import json
+import math
+import re
+from pathlib import Path
 
 import pytest
 
 from primus_ext.cluster_data import load_cluster
-from primus_ext.collective_samples import EXCHANGE, Sample, Sweep
+from primus_ext.collective_samples import EXCHANGE, Sample, SamplesError, Sweep, load, save
 from primus_ext.cost.group_sizes import steps, volume
 from primus_ext.cost.measured_collectives import MeasuredCollectives
 from primus_ext.cost.model import CostModel
 from primus_ext.cost.priced import CostError
-from primus_ext.project.compose import project
+from primus_ext.project.compose import PlanError, project
+from primus_ext.project.kept import Kept
+from primus_ext.runner import collectives
 from primus_ext.trace import Collective, CollectiveKind
+from tests.never_train.support import run_app
 from tests.synthetic import Job, plan, traces
 
 KINDS = tuple(CollectiveKind)
@@ -78,7 +85,7 @@ def test_a_cpu_has_no_model_of_collectives() -> None:
         seconds(CostModel(load_cluster("cpu", 1, 2)), CollectiveKind.ALL_REDUCE, 1024, 2)
     message = str(refused.value)
     assert "all_reduce over 2 ranks of group tp has no price" in message
-    assert "collective_sweep" in message and "+projection.collectives=FILE" in message
+    assert "primus-ext collectives --processes 2 --out FILE" in message and "+projection.collectives=FILE" in message
 
 
 JOB = Job(tp=2, pp=2, dp=2, microbatches=4, overlap=True)
@@ -127,3 +134,174 @@ def test_where_communication_takes_the_cores_nothing_hides_it() -> None:
     for name in ("tensor-parallel communication", "data-parallel communication"):
         assert shown["few"][name][1] == pytest.approx(shown["few"][name][0], rel=1e-6)
         assert shown["many"][name][1] < shown["many"][name][0]
+
+
+def test_measured_times_narrow_the_interval_of_a_step() -> None:
+    job, cluster = Job(tp=2, dp=4, microbatches=1), load_cluster("cpu", 1, 8)
+    found = project(
+        plan(job), traces(job), cluster, mode="simulate",
+        collectives=measured(sweep("cpu", cores=int(cluster.accelerator.host_cores.value))),
+    )  # fmt: skip
+    sent = sum(t.exposed_seconds for t in found.breakdown if "communication" in t.term)
+    interval, step = found.throughput.interval, found.throughput.step_s
+    width = math.log(interval["high"] / step)
+    assumed = cluster.accelerator.residuals["communication"].value
+    # exact lines: what is left is the assumed width of everything else
+    assert width == pytest.approx(assumed * (1 - sent / step), rel=0.02)
+
+
+def test_over_several_hosts_tier_by_tier() -> None:
+    both = measured(sweep(tier="network", groups=(2, 4)), sweep())
+    model = CostModel(load_cluster("h100", 4, 8), alone=True, measured_collectives=both)
+    size = 1 << 24
+    reduce, gather, scatter = (CollectiveKind.ALL_REDUCE, CollectiveKind.ALL_GATHER,
+                               CollectiveKind.REDUCE_SCATTER)  # fmt: skip
+    asked = Collective(kind=reduce, group="dp", bytes=size, dtype="fp32")
+    priced = model.collective_seconds(asked, range(32))
+    parts = [truth(scatter, 8, size), truth(reduce, 4, size // 8), truth(gather, 8, size)]
+    assert priced.seconds == pytest.approx(sum(parts), rel=1e-6)
+    assert priced.interval == pytest.approx((max(parts), sum(parts)), rel=1e-6)
+    assert "tier by tier" in priced.basis
+    spread = model.collective_seconds(asked, range(0, 32, 8))  # one member a host
+    assert spread.seconds == pytest.approx(truth(reduce, 4, size), rel=1e-6)
+
+
+def test_where_no_measured_time_carries_the_model_answers_and_evidence_says_so() -> None:
+    cluster = load_cluster("h100", 2, 8)
+    asked = Collective(kind=CollectiveKind.ALL_REDUCE, group="dp", bytes=1 << 20, dtype="fp32")
+    with_sweep = CostModel(cluster, measured_collectives=measured())
+    across = with_sweep.collective_seconds(asked, range(16))
+    assert across == CostModel(cluster).collective_seconds(asked, range(16))
+    job = Job(tp=8, dp=2)
+    found = project(plan(job), traces(job), cluster, mode="simulate", collectives=measured())
+    told = {term.term: term.evidence for term in found.breakdown}
+    assert told["tensor-parallel communication"].startswith("measured: ")
+    assert told["data-parallel communication"].startswith("model: ")
+    assert found.provenance["measured_collectives"]["file"] == "sweep.json"
+    on_cpus = CostModel(load_cluster("cpu", 2, 2), measured_collectives=measured(sweep("cpu")))
+    with pytest.raises(CostError, match="all_reduce over 4 ranks of group dp has no price"):
+        on_cpus.collective_seconds(asked, range(4))
+
+
+def test_larger_groups_are_extrapolated_with_an_interval() -> None:
+    known = measured(sweep(groups=(2, 4)))
+    model = CostModel(load_cluster("h100", 1, 8), alone=True, measured_collectives=known)
+    asked = Collective(kind=CollectiveKind.ALL_REDUCE, group="tp", bytes=1 << 14, dtype="fp32")
+    priced = model.collective_seconds(asked, range(8))
+    assert priced.seconds == pytest.approx(truth(asked.kind, 8, asked.bytes), rel=1e-6)
+    assert "extrapolated for groups of 8" in priced.basis
+    low, high = priced.interval or (0.0, 0.0)
+    assert low < 0.7 * priced.seconds and high >= priced.seconds
+
+
+def test_processes_that_share_cores_take_turns() -> None:
+    """Two processes on two cores were measured; four take twice as long, or at best no longer."""
+    known = measured(sweep("cpu", groups=(2,)))
+    cluster = load_cluster("cpu", 1, 4)
+    cores = dataclasses.replace(cluster.accelerator.hbm_bytes, value=2)
+    accelerator = dataclasses.replace(cluster.accelerator, host_cores=cores)
+    model = CostModel(
+        dataclasses.replace(cluster, accelerator=accelerator), measured_collectives=known
+    )
+    asked = Collective(kind=CollectiveKind.ALL_GATHER, group="tp", bytes=1 << 20, dtype="bf16")
+    priced = model.collective_seconds(asked, range(2))
+    alone = truth(asked.kind, 2, asked.bytes)
+    assert priced.seconds == pytest.approx(2 * alone, rel=1e-6)
+    assert priced.interval == pytest.approx((alone, 2 * alone), rel=1e-6)
+    assert "times 2 for other than the 2 processes a host" in priced.basis
+
+
+def test_numbers_are_added_as_they_were_measured_or_as_slowly_as_any() -> None:
+    plain = sweep()
+    slow = [
+        dataclasses.replace(s, dtype="bf16", seconds=((4 * s.seconds[0][0],),))
+        for s in plain.samples
+        if s.kind is CollectiveKind.ALL_REDUCE
+    ]
+    both = measured(dataclasses.replace(plain, samples=(*plain.samples, *slow)))
+    model = CostModel(load_cluster("h100", 1, 8), alone=True, measured_collectives=both)
+    fast = truth(CollectiveKind.ALL_REDUCE, 4, 1 << 20)
+    for dtype, expected in (("fp32", 1), ("int32", 1), ("bf16", 4), ("fp16", 4), ("uint8", 4)):
+        asked = Collective(CollectiveKind.ALL_REDUCE, "tp", 1 << 20, dtype)
+        found = model.collective_seconds(asked, range(4)).seconds
+        assert found == pytest.approx(expected * fast, rel=1e-6), dtype
+
+
+def test_a_pipeline_sends_one_way_and_a_ring_all_at_once() -> None:
+    plain = sweep()
+    samples = tuple(
+        dataclasses.replace(s, seconds=((3 * s.seconds[0][0],),)) if s.variant else s
+        for s in plain.samples
+    )
+    known = measured(dataclasses.replace(plain, samples=samples))
+    model = CostModel(load_cluster("h100", 1, 8), alone=True, measured_collectives=known)
+    one = truth(CollectiveKind.SEND_RECV, 2, 1 << 20)
+    for group, expected in (("pp", one), ("cp", 3 * one)):
+        asked = Collective(CollectiveKind.SEND_RECV, group, 1 << 20, "bf16")
+        assert model.collective_seconds(asked, range(4)).seconds == pytest.approx(expected)
+
+
+def test_kept_prices_and_other_collectives_don_t_mix() -> None:
+    cluster = load_cluster("h100", 1, 8)
+    with pytest.raises(PlanError, match="other collectives"):
+        project(plan(JOB), traces(JOB), cluster, mode="simulate", kept=Kept(cluster),
+                collectives=measured())  # fmt: skip
+    known = measured()
+    kept = Kept(cluster, collectives=known)
+    a, b = (
+        project(plan(JOB), traces(JOB), cluster, mode="simulate", kept=kept, collectives=given)
+        for given in (known, None)
+    )
+    assert a.throughput == b.throughput
+
+
+def test_sweeps_that_are_no_one_target_are_refused() -> None:
+    for sweeps, words in (
+        ((sweep(), sweep("a100")), "no one target"),
+        ((dataclasses.replace(sweep(), samples=()),), "no samples"),
+    ):
+        with pytest.raises(SamplesError, match=words):
+            measured(*sweeps)
+
+
+def test_the_command_adds_the_lines_to_the_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "sweep.json"
+    save(sweep(), path)
+    collectives.fitted(path)
+    plain = json.loads(path.read_text())
+    line = next(f for f in plain["fits"] if f["kind"] == "all_gather" and f["members"] == 4)
+    assert line["lines"] == [
+        {"upto_bytes": None, "start_s": pytest.approx(3 * START),
+         "s_per_byte": pytest.approx(0.75 * RATE)}
+    ]  # fmt: skip
+    assert line["residual"] < 1e-6
+    said = capsys.readouterr().out
+    assert re.search(r"all_gather +4 +\+- +0\.0% +60 us \+ 2\.67 GB/s", said)
+    priced = MeasuredCollectives([load(path)], "again")
+    assert priced.fits() == measured().fits()
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (None, "can't be read as measured collectives"),
+        ("{}", "holds no measured collectives of schema 1"),
+        ("h100", "measured on h100, the target cpu_1x2 has cpu"),
+    ],
+)
+def test_a_file_that_is_of_no_use_is_refused_before_the_program_runs(
+    content: str | None, words: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "collectives.json"
+    if content == "h100":
+        save(sweep(), path)
+    elif content is not None:
+        path.write_text(content)
+    asked = ["+projection=simulate", "+target_cluster=cpu_1x2", "+projection.out={out}"]
+    run = run_app("plain", [*asked, f"+projection.collectives={path}"], tmp_path / "run")
+    assert run.code == 2 and run.did == []
+    message = run.verdict["message"]
+    assert message.startswith(f"+projection.collectives={path}: ") and words in message
+    assert "\n" not in message

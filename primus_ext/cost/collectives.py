@@ -293,8 +293,8 @@ def price(
         raise CostError(
             f"{collective.kind} over {len(ranks)} ranks of group {collective.group} has no price: "
             f"collectives on {cluster.name} have no model and are measured "
-            f"(python -m primus_ext.observe.collective_sweep --processes {len(ranks)} --out FILE, "
-            "then +projection.collectives=FILE)"
+            f"(primus-ext collectives --processes {cluster.gpus_per_node} --out FILE there, then "
+            "+projection.collectives=FILE)"
         )
     size = 0 if collective.kind is CollectiveKind.BARRIER else collective.bytes
     key = (collective.kind, collective.dtype, tuple(ranks))

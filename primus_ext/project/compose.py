@@ -94,7 +94,9 @@ def timed(
     step, under = _steps(plan, traces, cluster, None, collectives=collectives)
     terms, kinds = _terms(step, under)
     step_s = sum(term.exposed_seconds for term in terms)
-    return throughput(plan, step.stages, cluster, step_s, kinds), tuple(terms)
+    width = step.communication_width()
+    speed = throughput(plan, step.stages, cluster, step_s, kinds, communication=width)
+    return speed, tuple(terms)
 
 
 def _terms(step: _Step, under: Rescheduled | None) -> tuple[list[Term], dict[Kind, float]]:
@@ -165,7 +167,9 @@ def _projection(
             "active_parameters": sum(trace.active_parameters for trace in stages),
         },
         memory=judged,
-        throughput=throughput(plan, stages, cluster, step_s, kinds, step.measured),
+        throughput=throughput(
+            plan, stages, cluster, step_s, kinds, step.measured, step.communication_width()
+        ),
         breakdown=tuple(terms),
         not_modelled=caveats.not_modelled(plan, stages, cluster),
         warnings=(
@@ -376,6 +380,12 @@ class _Step:
         exposed += sum(self._first[rank]) + gather
         total.hidden(TermName.DATA, sum(b.reduce_s + b.gather_s for b in self._buckets[rank]))
         total.waited(TermName.DATA, Kind.COMMUNICATION, exposed)
+
+    def communication_width(self) -> float | None:
+        """Half width of the interval of communication, where it was measured."""
+        return measured_evidence.half_width(
+            self.stages, self.kept.cost, self.plan, self._boundaries
+        )
 
     def _evidence(self, name: TermName, schedule: str | None) -> str:
         own = self.measured.words if self.measured else ""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -45,6 +46,25 @@ def of(
         return f"{modelled}; collectives {told}"
     others = any(price.evidence != MEASURED and price.seconds for price in found)
     return f"{told}; what it does not reach {modelled}" if others else told
+
+
+def half_width(
+    stages: Sequence[RankTrace], cost: CostModel, plan: Plan, boundaries: Sequence[Boundary]
+) -> float | None:
+    """Of the interval on the logarithm of communication time, as measured times leave it.
+
+    The collectives' own intervals, each weighing as much as it lasts; None where none is measured.
+    """
+    if cost.measured_collectives is None:
+        return None
+    total = weighted = 0.0
+    for term in _COMMUNICATION:
+        for price in _prices(term, stages, cost, plan, boundaries):
+            if price.interval is not None and price.seconds:
+                low, high = price.interval
+                width = max(math.log(high / price.seconds), math.log(price.seconds / low))
+                total, weighted = total + price.seconds, weighted + price.seconds * width
+    return weighted / total if total else None
 
 
 def _prices(

@@ -43,13 +43,15 @@ def model_flops_per_gpu(plan: Plan, stages: Sequence[RankTrace]) -> float:
     return 3.0 * forwards * plan.batch.num_microbatches / plan.parallelism.pp
 
 
-def half_width(cluster: Cluster, plan: Plan, kinds: dict[Kind, float]) -> float:
+def half_width(
+    cluster: Cluster, plan: Plan, kinds: dict[Kind, float], communication: float | None = None
+) -> float:
     """Half width of the interval on the logarithm of the step time.
 
     What :data:`LEVEL` of the measured runs that were left out of the fit stay within
     (``step_error`` of ``Accelerator.sustained``); without it the uncertainties of the kinds of
     work, weighted by their exposed time and added: what is off in one kernel is off in all of its
-    kind.
+    kind.  Where communication was measured ``communication`` is its own.
     """
     known = cluster.accelerator.sustained.get(
         "step_error/experts" if plan.model.num_experts else "step_error/dense"
@@ -59,24 +61,32 @@ def half_width(cluster: Cluster, plan: Plan, kinds: dict[Kind, float]) -> float:
     total = math.fsum(kinds.values())
     if not total:
         return 0.0
-    residuals = cluster.accelerator.residuals
-    return math.fsum(s / total * residuals[str(kind)].value for kind, s in kinds.items())
+    widths = _residuals(cluster, communication)
+    return math.fsum(s / total * widths[kind] for kind, s in kinds.items())
+
+
+def _residuals(cluster: Cluster, communication: float | None) -> dict[Kind, float]:
+    """Half widths of the kinds of work; of communication where it was measured its own."""
+    widths = {kind: cluster.accelerator.residuals[str(kind)].value for kind in Kind}
+    return widths if communication is None else {**widths, Kind.COMMUNICATION: communication}
 
 
 def measured_half_width(
-    cluster: Cluster, kinds: dict[Kind, float], measured: Measured
-) -> float:
+    cluster: Cluster, kinds: dict[Kind, float], measured: Measured,
+    communication: float | None = None,
+) -> float:  # fmt: skip
     """As :func:`half_width`, where what a rank does by itself was measured.
 
     Its share is as uncertain as the samples, and where they were carried to another device as the
-    model of its kind of work; communication is as uncertain as its model.
+    model of its kind of work; communication is as uncertain as its model, or where it was measured
+    as ``communication``.
     """
-    residuals = cluster.accelerator.residuals
+    widths = _residuals(cluster, communication)
     total = math.fsum(kinds.values())
     width = 0.0
     for kind, seconds in kinds.items():
         modelled = kind is Kind.COMMUNICATION or measured.device is not None
-        own = residuals[str(kind)].value if modelled else max(measured.spread, REPEATED)
+        own = widths[kind] if modelled else max(measured.spread, REPEATED)
         width += seconds / total * own if total else 0.0
     return width
 
@@ -95,6 +105,7 @@ def throughput(
     step_s: float,
     kinds: dict[Kind, float],
     measured: Measured | None = None,
+    communication: float | None = None,
 ) -> Throughput:
     """Everything that follows from the step time.
 
@@ -105,13 +116,14 @@ def throughput(
         step_s: Seconds of a step.
         kinds: Exposed seconds by kind of work.
         measured: What was measured of it.
+        communication: Half width of the interval of its time, where that was measured.
     """
     tokens = plan.batch.gbs * plan.batch.seq
     rate = model_flops_per_gpu(plan, stages) / step_s
     peak = peak_flops(cluster.accelerator, plan.precision.number_format)
-    width = half_width(cluster, plan, kinds)
+    width = half_width(cluster, plan, kinds, communication)
     if measured is not None:
-        width = min(width, measured_half_width(cluster, kinds, measured))
+        width = min(width, measured_half_width(cluster, kinds, measured, communication))
     return Throughput(
         step_s=step_s,
         tokens_per_s_per_gpu=tokens / step_s / plan.parallelism.world_size,

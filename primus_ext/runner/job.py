@@ -210,9 +210,6 @@ def _composed(
                 alone, _ = emulation.priced_and_drawn(answer, mode, cluster, [], request.schedule)
                 projection = dataclasses.replace(projection, simulated=alone.breakdown)
             return projection, drawing
-            return emulation.priced_and_drawn(
-                answer, mode, cluster, notes, request.schedule, measured
-            )
         except ValueError as error:  # the target can't run this plan
             raise UsageError(str(error)) from error
 
