@@ -89,7 +89,8 @@ def test_a_hanging_collective_is_named_and_what_was_measured_is_kept(tmp_path: P
 
 def test_a_rank_that_dies_is_named_and_what_was_measured_is_kept(tmp_path: Path) -> None:
     path = tmp_path / "partial.json"
-    with pytest.raises(SweepError, match=r"^rank 1 was ended by signal 9 during .*is kept$") as died:
+    words = r"^rank 1 was ended by signal 9 during .*is kept$"
+    with pytest.raises(SweepError, match=words) as died:
         sweep(WANTED, path, stopped(1, 4, signal.SIGKILL))
     assert died.value.exit_code == 4
     kept = load(path)

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from primus_ext.cluster_data import load_cluster
-from primus_ext.collective_samples import EXCHANGE, Sample, SamplesError, Sweep, load, save
+from primus_ext.collective_samples import EXCHANGE, NETWORK, Sample, SamplesError, Sweep, load, save
 from primus_ext.cost.group_sizes import steps, volume
 from primus_ext.cost.measured_collectives import MeasuredCollectives
 from primus_ext.cost.model import CostModel
@@ -49,9 +49,11 @@ def sweep(
                         Sample(kind=kind, variant=variant, dtype="fp32", tier=tier,
                                members=members, bytes=size, seconds=((seconds,) * 3,))
                     )  # fmt: skip
+    hosts = max(groups) if tier == NETWORK else 1
     return Sweep(
-        backend="nccl", accelerator=accelerator, product="P", processes=max(groups),
-        host_cores=cores, versions={"torch": "2.14.1"}, samples=tuple(samples),
+        backend="nccl", accelerator=accelerator, product="P", host_cores=cores, hosts=hosts,
+        processes=8 * hosts if tier == NETWORK else max(groups),
+        versions={"torch": "2.14.1"}, samples=tuple(samples),
     )  # fmt: skip
 
 
@@ -85,7 +87,8 @@ def test_a_cpu_has_no_model_of_collectives() -> None:
         seconds(CostModel(load_cluster("cpu", 1, 2)), CollectiveKind.ALL_REDUCE, 1024, 2)
     message = str(refused.value)
     assert "all_reduce over 2 ranks of group tp has no price" in message
-    assert "primus-ext collectives --processes 2 --out FILE" in message and "+projection.collectives=FILE" in message
+    assert "primus-ext collectives --processes 2 --out FILE" in message
+    assert "+projection.collectives=FILE" in message
 
 
 JOB = Job(tp=2, pp=2, dp=2, microbatches=4, overlap=True)

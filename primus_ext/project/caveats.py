@@ -70,10 +70,11 @@ def not_modelled(plan: Plan, stages: Sequence[RankTrace], cluster: Cluster) -> t
         )
     if plan.optimizer == "soap":
         lines.append("soap: time of its eigenvectors beyond their memory traffic")
-    if not cluster.hides_communication:
+    cores = cluster.accelerator.host_cores
+    if cores is not None and not cluster.hides_communication:
         lines.append(
             f"communication beside computation: {cluster.gpus_per_node} processes have "
-            f"{cluster.accelerator.host_cores.value:.0f} core(s), so none is counted as hidden"
+            f"{cores.value:.0f} core(s), so none is counted as hidden"
         )
     if cluster.accelerator.vendor == "amd":
         lines.append("ROCm's own Transformer Engine kernels: the ops are those of NVIDIA's wheel")

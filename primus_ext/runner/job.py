@@ -17,8 +17,8 @@ from primus_ext.runner.outcome import Exit, Outcome, UsageError, close, say
 
 if TYPE_CHECKING:
     from primus_ext.cluster import Cluster
-    from primus_ext.project.observed import Measured
     from primus_ext.cost.measured_collectives import MeasuredCollectives
+    from primus_ext.project.observed import Measured
     from primus_ext.project.rescheduled import StepTimeline
     from primus_ext.project.result import Projection
 
