@@ -98,6 +98,10 @@ def request(tmp_path: Path, **changes: object) -> job.Request:
         ({"fail_on": "never"}, "+projection.fail_on=never is unknown; legal: oom, at_risk"),
         ({"schedule": "gpipe"}, "+projection.schedule=gpipe is unknown; legal: all, 1f1b, inter"),
         ({"target_cluster": {"accelerator": "x1", "nodes": 1, "gpus_per_node": 8}}, "x1"),
+        ({"mode": "measure"}, "+projection=measure needs an accelerator, and none is here; legal "),
+        ({"mode": "both", "measured": "/none"}, "+projection.measured=/none can't be read: "),
+        ({"measured": "m.json"}, "+projection.measured=m.json is not legal with +projection=sim"),
+        ({"shrink": 1}, "+projection.shrink=1 is not legal with +projection=simulate; legal: meas"),
     ],
 )
 def test_usage_errors_come_before_any_child(

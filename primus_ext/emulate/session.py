@@ -6,10 +6,11 @@ import gc
 import json
 import os
 import pickle
+import signal
 import sys
 import tempfile
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, Protocol, TypeVar
 
@@ -168,9 +169,16 @@ class Fork[T]:
         sys.stdout.flush()
         sys.stderr.flush()
         gc.freeze()  # what was imported stays; every collection in the copy would look through it
+        self._status: int | None = None
         self._pid = os.fork()
         if self._pid == 0:
             _run_and_leave(work, self._path)
+
+    @property
+    def succeeded(self) -> bool:
+        """Whether it has ended with a result."""
+        data = self._path.read_bytes()
+        return bool(data) and pickle.loads(data)[0] == "ok"
 
     def result(self) -> T:
         """Wait for it.
@@ -179,7 +187,9 @@ class Fork[T]:
             ProgramError: raised by the work.
             RuntimeError: it raised something else, or the copy died.
         """
-        _, status = os.waitpid(self._pid, 0)
+        if self._status is None:
+            _, self._status = os.waitpid(self._pid, 0)
+        status = self._status
         data = self._path.read_bytes()
         self._path.unlink()
         if not data:
@@ -191,6 +201,29 @@ class Fork[T]:
         if kind == "program":
             raise ProgramError(value)
         raise RuntimeError(value)
+
+
+def results[R](forks: Sequence[Fork[R]]) -> list[R]:
+    """Wait for forks that need each other: where one fails the others are ended.
+
+    Raises:
+        ProgramError: raised by the work of one.
+        RuntimeError: one raised something else, or died.
+    """
+    waiting = list(forks)
+    try:
+        while waiting:
+            pid, status = os.wait()
+            ended = [fork for fork in waiting if fork._pid == pid]
+            for fork in ended:
+                waiting.remove(fork)
+                fork._status = status
+                if not fork.succeeded:
+                    fork.result()
+    finally:
+        for fork in waiting:
+            os.kill(fork._pid, signal.SIGKILL)
+    return [fork.result() for fork in forks]
 
 
 def _run_and_leave(work: Callable[[], Any], path: Path) -> None:

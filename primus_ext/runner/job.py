@@ -112,7 +112,8 @@ def _project(request: Request) -> Outcome:
     _check_schedule(request.schedule)
     cluster = _cluster(request)
     collectives = _collectives(request, cluster)
-    projection, drawing = _composed(request, mode, cluster, notes, collectives)
+    basis = _basis(request, mode, cluster)
+    projection, drawing = _composed(request, mode, cluster, notes, collectives, basis)
     path = _write(projection, drawing, request.out)
     _show(projection)
     return _judged(projection.memory.verdict, request.fail_on, path)
@@ -185,7 +186,7 @@ def _collectives(request: Request, cluster: Cluster) -> MeasuredCollectives | No
 
 def _composed(
     request: Request, mode: str, cluster: Cluster, notes: list[str],
-    collectives: MeasuredCollectives | None,
+    collectives: MeasuredCollectives | None, basis: Measured | str | None,
 ) -> tuple[Projection, StepTimeline]:
     from primus_ext.report.progress import ProgressBar
     from primus_ext.runner import emulation
@@ -199,7 +200,7 @@ def _composed(
             bar.update,
             cached=request.cache == "on",
         )
-        found = _measured(request, mode, cluster, answer, bar.update)
+        found = _measured(request, basis, cluster, answer, bar.update)
         bar.update(1, 1, "composing")
         said = [*notes, *(measured.notes(found) if found else ())]
         try:
@@ -207,33 +208,52 @@ def _composed(
                 answer, mode, cluster, said, request.schedule, found, collectives
             )
             if mode == "both":
-                alone, _ = emulation.priced_and_drawn(answer, mode, cluster, [], request.schedule)
+                alone, _ = emulation.priced_and_drawn(
+                    answer, mode, cluster, [], request.schedule, None, collectives
+                )
                 projection = dataclasses.replace(projection, simulated=alone.breakdown)
             return projection, drawing
         except ValueError as error:  # the target can't run this plan
             raise UsageError(str(error)) from error
 
 
+def _basis(request: Request, mode: str, cluster: Cluster) -> Measured | str | None:
+    """What the step's own work stands on: measurements, a device to make them on, or the model.
+
+    Raises:
+        UsageError: They were asked for and can't be had; nothing was run by then.
+    """
+    measures = mode in ("measure", "both")
+    for key, value in (("measured", request.measured), ("shrink", request.shrink)):
+        if value is not None and not measures:
+            raise UsageError(
+                f"+projection.{key}={value} is not legal with +projection={mode}; legal: "
+                "measure, both"
+            )
+    if not measures:
+        return None
+    if request.measured is None:
+        return measured.device_for(cluster, request.environment)
+    if request.shrink is not None:
+        raise UsageError(
+            f"+projection.shrink={request.shrink} is not legal with +projection.measured: an "
+            "earlier measurement is of the world it was made in"
+        )
+    return measured.read(request.measured, cluster)
+
+
 def _measured(
-    request: Request, mode: str, cluster: Cluster, answer: Mapping[str, Any],
+    request: Request, basis: Measured | str | None, cluster: Cluster, answer: Mapping[str, Any],
     progress: child.Progress,
 ) -> Measured | None:  # fmt: skip
     """What was measured of the job, now or in an earlier run; None where all is modelled."""
-    if request.measured is not None:
-        if mode == "simulate":
-            raise UsageError(
-                "+projection.measured is not legal with +projection=simulate; legal: measure, both"
-            )
-        return measured.read(request.measured, cluster)
-    if mode not in ("measure", "both"):
-        return None
-    accelerator = measured.device_for(cluster, request.environment)
+    if not isinstance(basis, str):
+        return basis
     question = _question(request, cluster)
     if request.shrink is None:
-        traces = answer["traces"]
-        found = measured.make(question, request, traces, progress, cluster, accelerator)
+        found = measured.make(question, request, answer["traces"], progress, cluster, basis)
     else:
-        found = measured.shrunk(question, request, answer["plan"], progress, cluster, accelerator)
+        found = measured.shrunk(question, request, answer["plan"], progress, cluster, basis)
     measured.write(found, request.out)
     return found
 

@@ -157,7 +157,6 @@ def run(job: Job, folder: Path) -> dict[str, Any]:
     asked = question(job, folder)
     scratch = folder / "trace"
     scratch.mkdir()
-    os.environ["OMP_NUM_THREADS"] = "1"
     answer = child.run(asked, [], scratch, folder / "trace.log", lambda *_: None)
     ranks = [trace["rank"] for trace in answer["traces"]]
     virtual = Side(folder, "virtual", max(job.world, len(ranks)))
@@ -176,13 +175,47 @@ def run(job: Job, folder: Path) -> dict[str, Any]:
     return {"answer": answer, "measured": found["traces"], "real": seconds}
 
 
+def hooks(folder: Path) -> float:
+    """Seconds of steps with hooks over those without, by medians of steps that take turns."""
+    job = jobs(["medium-dense-dp2"])[0]
+    asked = {**question(job, folder), "ranks": [0], "gpus_per_node": 1}
+    sides = [Side(folder, name, 1) for name in ("with", "without")]
+    found: list[list[float]] = [[], []]
+    threads = []
+    for side, parts in zip(sides, (True, False), strict=True):
+        scratch = folder / f"hooks{parts}"
+        scratch.mkdir()
+        pace = {"leader": side.address, "warm_up": WARM_UP, "steps": 41, "profile": False,
+                "parts": parts}  # fmt: skip
+        threads.append(threading.Thread(
+            target=child.run, daemon=True,
+            args=({**asked, "measure": pace}, [], scratch, scratch / "log", lambda *_: None),
+        ))  # fmt: skip
+        threads[-1].start()
+    for step in range(WARM_UP + 41):
+        for place, side in enumerate(sides):
+            seconds = side.step()
+            if step >= WARM_UP:
+                found[place].append(seconds)
+    for thread in threads:
+        thread.join(120)
+    ratios = [one / other for one, other in zip(*found, strict=True)]
+    return statistics.median(ratios)
+
+
 def main() -> None:
     """Run the jobs."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", nargs="+")
+    parser.add_argument("--hooks", action="store_true", help="only what the hooks cost")
     parser.add_argument("--out", type=Path, default=ROOT / "outputs" / "measured_cpu")
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
+    os.environ["OMP_NUM_THREADS"] = "1"
+    if options.hooks:
+        with tempfile.TemporaryDirectory(prefix="primus_ext_bench_") as name:
+            sys.stdout.write(f"with hooks / without: {hooks(Path(name)):.4f}\n")
+        return
     for job in jobs(options.only):
         with tempfile.TemporaryDirectory(prefix="primus_ext_bench_") as name:
             found = run(job, Path(name))

@@ -84,7 +84,7 @@ def ranks(
             session.Fork(functools.partial(_measure, original, call, *member, mine, gate))
             for member in group
         ]
-        found += [fork.result() for fork in forks]
+        found += session.results(forks)
     return found
 
 
@@ -104,7 +104,7 @@ def _real_world(
         ))
         for member in range(world)
     ]  # fmt: skip
-    return [fork.result() for fork in forks]
+    return session.results(forks)
 
 
 def _together(
@@ -146,7 +146,7 @@ def steps(
     watch = Stopwatch(on_gpu=torch.cuda.is_available())
     if virtual_world.is_joined():
         virtual_peers.answer(functools.partial(watch.inside, ANSWER))
-    timers = _instrument(watch, training)
+    timers = _instrument(watch, training) if asked.parts else []
     counted = asked.warm_up + asked.steps
     _feed(training, counted + asked.profile)
     found: list[dict[Hashable, float]] = []

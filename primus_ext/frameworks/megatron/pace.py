@@ -23,6 +23,8 @@ class Asked:
     """Steps that count."""
     profile: bool = True
     """Whether a further step runs under a profiler."""
+    parts: bool = True
+    """Whether the parts of a step are told apart; False: no hook is installed."""
     beside: int = 1
     """Processes measured at the same time on this machine, each of them counted."""
 
@@ -30,7 +32,7 @@ class Asked:
     def of(cls, request: dict[str, Any]) -> Asked:
         """What a request's ``measure`` asks for."""
         given = request["measure"]
-        names = ("warm_up", "steps", "profile")
+        names = ("warm_up", "steps", "profile", "parts")
         return cls(**{name: given[name] for name in names if name in given})
 
 

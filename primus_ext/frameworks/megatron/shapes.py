@@ -61,8 +61,20 @@ def reshaped(
     given = call.arguments["cfg_container"]
     before, after = _container(old, given.model), _container(new, given.model)
     arguments_of = {**call.arguments, "cfg_container": _carried(given, before, after)}
+    _pad_vocabulary(new, old)
     global_vars.set_args(new)
     return inspect.BoundArguments(call.signature, arguments_of)
+
+
+def _pad_vocabulary(new: Any, old: Any) -> None:
+    """Pad as Megatron did when it built the tokenizer, if it did."""
+    from megatron.core.tokenizers.utils.build_tokenizer import vocab_size_with_padding
+    from megatron.training import global_vars
+
+    if new.padded_vocab_size is None and old.padded_vocab_size is not None:
+        tokenizer: Any = global_vars.get_tokenizer()
+        size = tokenizer.vocab_size
+        new.padded_vocab_size = vocab_size_with_padding(size, new, logging_enabled=False)
 
 
 def _container(args: Any, model: Any) -> Any:
