@@ -52,7 +52,8 @@ def to_device(tensor: torch.Tensor, *_args: Any, **_kwargs: Any) -> torch.Tensor
 
 def to_host(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
     """``Tensor.cpu``: a copy of what lies in device memory, else what torch does."""
-    if recorder.current() is None or is_on_host(tensor) or not tensor.is_cuda:
+    apart = recorder.current() is not None and not host_memory.one_memory
+    if not apart or is_on_host(tensor) or not tensor.is_cuda:
         return _cpu(tensor, *args, **kwargs)
     return host_memory.copied_to_host(tensor)
 

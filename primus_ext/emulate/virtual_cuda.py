@@ -96,6 +96,9 @@ def enable_cpu_training() -> bool:
         os.environ.setdefault(key, value)
     if "MASTER_PORT" not in os.environ:
         os.environ["MASTER_PORT"] = str(free_port())
+    from primus_ext.observe import host_memory
+
+    host_memory.one_memory = True
     install(_cpu_profile())
     if not _transformer_engine_usable():
         sys.modules["transformer_engine"] = None  # type: ignore[assignment]

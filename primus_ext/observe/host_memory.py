@@ -21,6 +21,8 @@ from primus_ext.trace import Family, Op
 if TYPE_CHECKING:
     from primus_ext.observe.recorder import Recorder
 
+one_memory = False
+"""Whether the device is the host: then nothing lies apart from it."""
 _asked: list[bool] = []
 """Where the enclosing calls asked for their results: True for host memory."""
 
@@ -28,7 +30,7 @@ _asked: list[bool] = []
 @contextlib.contextmanager
 def placed(on_host: bool) -> Iterator[None]:
     """Tensors that are made inside lie in host memory, or in device memory."""
-    _asked.append(on_host)
+    _asked.append(on_host and not one_memory)
     try:
         yield
     finally:

@@ -28,8 +28,14 @@ from typing import Any
 
 import yaml
 
+from primus_ext import trace_io
 from primus_ext.cluster_data import load_cluster
-from primus_ext.runner import child, emulation
+from primus_ext.cost.measured_collectives import MeasuredCollectives
+from primus_ext.measurement import RankMeasurement, merged
+from primus_ext.project import compose
+from primus_ext.project.observed import Measured
+from primus_ext.project.result import Projection
+from primus_ext.runner import child, emulation, shrink
 
 ROOT = Path(__file__).resolve().parents[2]
 JOBS = ROOT / "validation" / "measured_cpu.yaml"
@@ -128,86 +134,193 @@ def question(job: Job, folder: Path) -> dict[str, Any]:
     }
 
 
-def virtual_ranks(
-    asked: dict[str, Any], ranks: list[int], side: Side, folder: Path
-) -> tuple[threading.Thread, dict[str, Any]]:
-    """The measurement, led from here, in a thread; its answer comes into the dictionary."""
-    answer: dict[str, Any] = {}
-    scratch = folder / "measure"
+class Virtual:
+    """Measured ranks, led from here; their answer comes when the last step is over."""
+
+    def __init__(
+        self, name: str, asked: dict[str, Any], ranks: list[int], folder: Path, steps: int = STEPS,
+        beside: int | None = None, **pace: Any,
+    ) -> None:  # fmt: skip
+        """Start them.
+
+        Args:
+            name: Of the side.
+            asked: What the bootstrap is asked about the job.
+            ranks: Global ranks, one of each kind.
+            folder: For what they leave.
+            steps: That count.
+            beside: Processes in all; by default the ranks of the machine.
+            pace: Further settings of the measurement.
+        """
+        scratch = folder / name
+        scratch.mkdir()
+        size = beside or max(asked["gpus_per_node"], len(ranks))
+        self.side = Side(folder, f"{name}.socket", size)
+        wanted = {"leader": self.side.address, "warm_up": WARM_UP, "steps": steps, **pace}
+        self.answer: dict[str, Any] = {}
+        self._thread = threading.Thread(target=self._run, daemon=True, args=(
+            {**asked, "measure": wanted, "ranks": ranks}, scratch,
+        ))  # fmt: skip
+        self._thread.start()
+
+    def _run(self, asked: dict[str, Any], scratch: Path) -> None:
+        self.answer.update(child.run(asked, [], scratch, scratch / "log", lambda *_: None))
+
+    def finish(self) -> list[dict[str, Any]]:
+        """Measurements of all processes."""
+        self._thread.join(300)
+        self.side.close()
+        return self.answer["traces"]
+
+
+def ask(asked: dict[str, Any], folder: Path, name: str) -> dict[str, Any]:
+    """What a child answers."""
+    scratch = folder / name
     scratch.mkdir()
-    pace = {"leader": side.address, "warm_up": WARM_UP, "steps": STEPS}
-
-    def run() -> None:
-        answer.update(
-            child.run({**asked, "measure": pace, "ranks": ranks}, [], scratch,
-                      folder / "measure.log", lambda *_: None)
-        )  # fmt: skip
-
-    thread = threading.Thread(target=run, daemon=True)
-    thread.start()
-    return thread, answer
+    return child.run(asked, [], scratch, scratch / "log", lambda *_: None)
 
 
 def run(job: Job, folder: Path) -> dict[str, Any]:
     """Trace, measure and run one job.
 
     Returns:
-        ``answer`` and ``measured`` of the children, ``real`` seconds of the real steps.
+        ``answer`` and ``measured`` of the children, ``real`` seconds of the real steps, ``peaks``
+        of the ranks that ran with real tensors, and ``small``, the same of a world of one.
     """
     asked = question(job, folder)
-    scratch = folder / "trace"
-    scratch.mkdir()
-    answer = child.run(asked, [], scratch, folder / "trace.log", lambda *_: None)
+    answer = ask(asked, folder, "trace")
     ranks = [trace["rank"] for trace in answer["traces"]]
-    virtual = Side(folder, "virtual", max(job.world, len(ranks)))
-    real = Side(folder, "real", job.world)
-    thread, found = virtual_ranks(asked, ranks, virtual, folder)
+    real_tensors = {"whole": True, "storage": "real", "ranks": ranks}
+    metered = ask({**asked, **real_tensors}, folder, "peak")["traces"]
+    plan = trace_io.plan_from_plain(answer["plan"])
+    small: dict[str, Any] = {}
+    if plan.parallelism.cp == 1 and job.world == 2:
+        shrunk = {**asked, "shrunk": shrink.changes(plan, 1)}
+        small = {"traces": ask(shrunk, folder, "small trace")["traces"]}
+    sides = [Virtual("virtual", asked, ranks, folder)]
+    if small:
+        sides.append(Virtual("small", shrunk, [0], folder))
+    real = Side(folder, "real.socket", job.world)
     with real_ranks(job, real, folder):
         seconds: list[float] = []
         for step in range(WARM_UP + STEPS):
-            virtual.step()
+            for virtual in sides:
+                virtual.side.step()
             took = real.step()
             if step >= WARM_UP:
                 seconds.append(took)
-    thread.join(120)
-    virtual.close()
+    measured_ranks = sides[0].finish()
+    if small:
+        small["measured"] = sides[1].finish()
     real.close()
-    return {"answer": answer, "measured": found["traces"], "real": seconds}
+    return {"answer": answer, "measured": measured_ranks, "real": seconds, "small": small,
+            "peaks": [one["program_peak_bytes"] for one in metered]}  # fmt: skip
 
 
-def hooks(folder: Path) -> float:
-    """Seconds of steps with hooks over those without, by medians of steps that take turns."""
+def projected(
+    job: Job, found: dict[str, Any], collectives: MeasuredCollectives, small: bool
+) -> Projection:
+    """The job's step from one of the two ways to measure."""
+    answer = found["answer"]
+    traces = trace_io.traces_from_plain(answer["traces"])
+    alike = {trace.rank: trace.pp_ranks for trace in traces}
+    source = found["small"] if small else found
+    ranks = [trace_io.from_plain(RankMeasurement, value) for value in source["measured"]]
+    if not small:
+        ranks = [dataclasses.replace(one, pp_ranks=alike[one.rank]) for one in ranks]
+    basis = Measured(
+        ranks=merged(ranks), accelerator="cpu",
+        small=tuple(trace_io.traces_from_plain(source["traces"])) if small else (),
+    )  # fmt: skip
+    return compose.project(
+        trace_io.plan_from_plain(answer["plan"]), traces, load_cluster("cpu", 1, job.world),
+        mode="measure", measured=basis, collectives=collectives,
+    )  # fmt: skip
+
+
+def row(job: Job, found: dict[str, Any], collectives: MeasuredCollectives) -> dict[str, Any]:
+    """What the table says of a job."""
+    real = statistics.median(found["real"])
+    one = projected(job, found, collectives, small=False)
+    other = projected(job, found, collectives, small=True) if found["small"] else None
+    own = sum(t.exposed_seconds for t in one.breakdown if t.evidence.startswith("measured: median"))
+    peaks = [role.peak_bytes for role in one.memory.per_role]
+    step = one.throughput.step_s
+    return {
+        "id": job.id, "world": job.world, "real": real, "projected": step,
+        "error": step / real - 1.0, "own": own / step,
+        "small": None if other is None else other.throughput.step_s / step - 1.0,
+        "bytes": peaks == found["peaks"],
+    }  # fmt: skip
+
+
+def table(rows: list[dict[str, Any]], machine: str) -> str:
+    """The Markdown of :data:`TABLE`."""
+    lines = [
+        "# Steps projected from single ranks against real steps over gloo", "",
+        "`python scripts/bench/measured_cpu.py`: one rank of each kind with virtual peers is "
+        "measured, copies of them load the other cores; steps of both sides take turns, "
+        f"{STEPS} after {WARM_UP}; medians.  {machine}", "",
+        "| job | processes | real step | projected | error | own work | from a world of one | "
+        "peak bytes |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for one in rows:
+        small = "" if one["small"] is None else f"{one['small']:+.1%}"
+        lines.append(
+            f"| {one['id']} | {one['world']} | {one['real'] * 1e3:.0f} ms | "
+            f"{one['projected'] * 1e3:.0f} ms | {one['error']:+.1%} | {one['own']:.0%} | {small} | "
+            f"{'equal' if one['bytes'] else 'differ'} |"
+        )
+    for world in sorted({one["world"] for one in rows}):
+        errors = [one["error"] for one in rows if one["world"] == world]
+        sizes = sorted(map(abs, errors))
+        lines += ["", f"{world} processes: median error {statistics.median(sizes):.1%}, worst "
+                  f"{sizes[-1]:.1%}, bias {statistics.mean(errors):+.1%} ({len(errors)} jobs)."]
+    lines += ["", "Error: projected over real, less 1.  Own work: share of the projected step that "
+              "was measured on the rank itself; the rest is collectives, priced from a sweep on "
+              "the same machine, and the bubble.  From a world of one: the step projected from "
+              "one process that runs a smaller job, over that from the exact shard.  Peak bytes: "
+              "of live tensors, projected against the rank run with real tensors.",
+              "", f"Four processes share {os.cpu_count()} cores: each is measured while the other "
+              "three run."]  # fmt: skip
+    return "\n".join(lines) + "\n"
+
+
+def hooks(folder: Path, steps: int = 41) -> float:
+    """Seconds of steps with hooks over those without: the median of pairs that take turns."""
     job = jobs(["medium-dense-dp2"])[0]
-    asked = {**question(job, folder), "ranks": [0], "gpus_per_node": 1}
-    sides = [Side(folder, name, 1) for name in ("with", "without")]
-    found: list[list[float]] = [[], []]
-    threads = []
-    for side, parts in zip(sides, (True, False), strict=True):
-        scratch = folder / f"hooks{parts}"
-        scratch.mkdir()
-        pace = {"leader": side.address, "warm_up": WARM_UP, "steps": 41, "profile": False,
-                "parts": parts}  # fmt: skip
-        threads.append(threading.Thread(
-            target=child.run, daemon=True,
-            args=({**asked, "measure": pace}, [], scratch, scratch / "log", lambda *_: None),
-        ))  # fmt: skip
-        threads[-1].start()
-    for step in range(WARM_UP + 41):
-        for place, side in enumerate(sides):
-            seconds = side.step()
-            if step >= WARM_UP:
-                found[place].append(seconds)
-    for thread in threads:
-        thread.join(120)
-    ratios = [one / other for one, other in zip(*found, strict=True)]
+    asked = {**question(job, folder), "gpus_per_node": 1}
+    sides = [
+        Virtual(f"hooks {parts}", asked, [0], folder, steps, 1, profile=False, parts=parts)
+        for parts in (True, False)
+    ]
+    ratios = []
+    for step in range(WARM_UP + steps):
+        one, other = (virtual.side.step() for virtual in sides)
+        if step >= WARM_UP:
+            ratios.append(one / other)
+    for virtual in sides:
+        virtual.finish()
     return statistics.median(ratios)
 
 
+def sweep(processes: int, path: Path) -> None:
+    """Measure the collectives of this machine."""
+    subprocess.run(
+        [sys.executable, "-m", "primus_ext.observe.collective_sweep", "--processes",
+         str(processes), "--out", str(path)],
+        check=True, cwd=ROOT,
+    )  # fmt: skip
+
+
 def main() -> None:
-    """Run the jobs."""
+    """Run the jobs and write the table."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--only", nargs="+")
+    parser.add_argument("--only", nargs="+", help="ids of jobs")
     parser.add_argument("--hooks", action="store_true", help="only what the hooks cost")
+    parser.add_argument("--write", action="store_true", help="write validation/measured_cpu.md")
+    parser.add_argument("--again", action="store_true", help="the table of what was run before")
     parser.add_argument("--out", type=Path, default=ROOT / "outputs" / "measured_cpu")
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
@@ -216,12 +329,25 @@ def main() -> None:
         with tempfile.TemporaryDirectory(prefix="primus_ext_bench_") as name:
             sys.stdout.write(f"with hooks / without: {hooks(Path(name)):.4f}\n")
         return
-    for job in jobs(options.only):
-        with tempfile.TemporaryDirectory(prefix="primus_ext_bench_") as name:
-            found = run(job, Path(name))
-        (options.out / f"{job.id}.json").write_text(json.dumps(found))
-        sys.stdout.write(f"{job.id}: real {statistics.median(found['real']) * 1e3:.1f} ms\n")
+    chosen = jobs(options.only)
+    gloo = {world: options.out / f"gloo{world}.json" for world in {job.world for job in chosen}}
+    for world, path in gloo.items():
+        if not (options.again and path.exists()):
+            sweep(world, path)
+    rows = []
+    for job in chosen:
+        kept = options.out / f"{job.id}.json"
+        if not (options.again and kept.exists()):
+            with tempfile.TemporaryDirectory(prefix="primus_ext_bench_") as name:
+                kept.write_text(json.dumps(run(job, Path(name))))
+        collectives = MeasuredCollectives.of_files([gloo[job.world]])
+        rows.append(row(job, json.loads(kept.read_text()), collectives))
+        sys.stdout.write(f"{rows[-1]}\n")
         sys.stdout.flush()
+    text = table(rows, f"{os.cpu_count()} cores.")
+    sys.stdout.write(text)
+    if options.write:
+        TABLE.write_text(text)
 
 
 if __name__ == "__main__":

@@ -95,6 +95,8 @@ def _norms(module: Any) -> None:
         tensors = [tensor for tensors in tensor_lists for tensor in tensors]
         if not tensors or not isinstance(tensors[0], FakeTensor):
             return original(chunk_size, noop_flag, tensor_lists, per_tensor, *args)
-        return torch.norm(torch.stack([torch.norm(tensor) for tensor in tensors])).view(1), None
+        norms = [torch.norm(tensor) for tensor in tensors]  # these live as long as the original's
+        reduced = torch.norm(torch.stack(norms))
+        return reduced.view(1).clone(), None
 
     module.local_multi_tensor_l2_norm = local_multi_tensor_l2_norm
