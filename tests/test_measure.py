@@ -164,6 +164,24 @@ def test_a_rank_that_dies_ends_the_measurement(tmp_path: Path):
     assert not list((tmp_path / "out").glob("measurement*"))
 
 
+@pytest.mark.slow
+def test_a_rank_that_does_not_fit_here_is_simulated(tmp_path: Path):
+    """Eight billion parameters on two processes of this machine: a verdict, and nothing runs."""
+    done = train(
+        tmp_path, "model=llama3.1_8b", "parallel.tp=2", "train.seq=128", "+projection=measure",
+        "+target_cluster=cpu_1x2", "+projection.out=out", "+projection.cache=off",
+        f"+projection.collectives={collectives(tmp_path / 'gloo.json')}",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = json.loads((tmp_path / "out" / "projection.json").read_text())
+    (role,) = found["memory"]["per_role"]
+    assert found["memory"]["verdict"] == "oom" and found["mode"] == "simulate"
+    assert role["peak_bytes"] > found["memory"]["capacity_bytes"]
+    assert found["warnings"][0].startswith("nothing was measured: pp stage 0 (embedding, 32 layers")
+    assert f"{found['memory']['capacity_bytes']:,}; the times are simulated" in found["warnings"][0]
+    assert not (tmp_path / "out" / "measure.log").exists()
+
+
 def test_a_smaller_world_keeps_a_ranks_experts_and_layers():
     plan = synthetic.plan(synthetic.Job(tp=4, pp=4, dp=2, layers=16, microbatches=8))
     asked = changes(plan, 1)

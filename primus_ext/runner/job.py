@@ -200,18 +200,25 @@ def _composed(
             bar.update,
             cached=request.cache == "on",
         )
-        found = _measured(request, basis, cluster, answer, bar.update)
         bar.update(1, 1, "composing")
-        said = [*notes, *(measured.notes(found) if found else ())]
         try:
+            simulated, drawing = emulation.priced_and_drawn(
+                answer, "simulate" if basis else mode, cluster, notes, request.schedule, None,
+                collectives,
+            )  # fmt: skip
+            if basis is None:
+                return simulated, drawing
+            found, problems = _measured(request, basis, cluster, answer, simulated, bar.update)
+            if found is None:
+                return dataclasses.replace(
+                    simulated, warnings=(*problems, *simulated.warnings)
+                ), drawing
             projection, drawing = emulation.priced_and_drawn(
-                answer, mode, cluster, said, request.schedule, found, collectives
-            )
+                answer, mode, cluster, [*notes, *measured.notes(found)], request.schedule, found,
+                collectives,
+            )  # fmt: skip
             if mode == "both":
-                alone, _ = emulation.priced_and_drawn(
-                    answer, mode, cluster, [], request.schedule, None, collectives
-                )
-                projection = dataclasses.replace(projection, simulated=alone.breakdown)
+                projection = dataclasses.replace(projection, simulated=simulated.breakdown)
             return projection, drawing
         except ValueError as error:  # the target can't run this plan
             raise UsageError(str(error)) from error
@@ -243,19 +250,27 @@ def _basis(request: Request, mode: str, cluster: Cluster) -> Measured | str | No
 
 
 def _measured(
-    request: Request, basis: Measured | str | None, cluster: Cluster, answer: Mapping[str, Any],
-    progress: child.Progress,
-) -> Measured | None:  # fmt: skip
-    """What was measured of the job, now or in an earlier run; None where all is modelled."""
+    request: Request, basis: Measured | str, cluster: Cluster, answer: Mapping[str, Any],
+    simulated: Projection, progress: child.Progress,
+) -> tuple[Measured | None, list[str]]:  # fmt: skip
+    """What was measured of the job, now or in an earlier run; None and why where it can't be."""
     if not isinstance(basis, str):
-        return basis
+        return basis, []
     question = _question(request, cluster)
     if request.shrink is None:
-        found = measured.make(question, request, answer["traces"], progress, cluster, basis)
+        problem = measured.too_large(simulated.memory, basis, cluster)
+        if problem:
+            return None, [problem]
+        found, problems = measured.make(
+            question, request, answer["traces"], progress, cluster, basis
+        )
     else:
-        found = measured.shrunk(question, request, answer["plan"], progress, cluster, basis)
-    measured.write(found, request.out)
-    return found
+        found, problems = measured.shrunk(
+            question, request, answer["plan"], progress, cluster, basis
+        )
+    if found is not None:
+        measured.write(found, request.out)
+    return found, problems
 
 
 def _table(path: str) -> Any:

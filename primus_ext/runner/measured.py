@@ -13,6 +13,7 @@ from primus_ext import trace_io
 from primus_ext.cluster import Cluster
 from primus_ext.measurement import NOISY, RankMeasurement, merged
 from primus_ext.project.observed import Measured
+from primus_ext.project.result import Memory
 from primus_ext.runner import child, emulation, local_device, shrink, tracing
 from primus_ext.runner.outcome import UsageError
 from primus_ext.trace import to_plain
@@ -57,8 +58,10 @@ def device_for(target: Cluster, environment: Mapping[str, str]) -> str:
 def make(
     question: dict[str, Any], request: Request, traces: Sequence[Mapping[str, Any]],
     progress: child.Progress, target: Cluster, accelerator: str,
-) -> Measured:  # fmt: skip
+) -> tuple[Measured | None, list[str]]:  # fmt: skip
     """Measure one rank of every kind on the device at hand.
+
+    A device that runs out of memory gives nothing, and a sentence that says so.
 
     Ranks of a machine's processors are measured together, in forks of one process; those of a GPU
     one after the other, each in a process of its own (a fork can't use a device that its parent
@@ -88,15 +91,38 @@ def make(
             {**question, "measure": {}, "ranks": ranks}, request.command.options, request.scratch,
             request.out / LOG, lambda *_: None,
         )  # fmt: skip
+        if not answer["traces"]:
+            return None, list(answer["warnings"])
         found += _ranks(answer["traces"])
-    return Measured(ranks=merged(_whole(found, traces)), accelerator=accelerator, device=here)
+    ranks_found = merged(_whole(found, traces))
+    return Measured(ranks=ranks_found, accelerator=accelerator, device=here), []
+
+
+def too_large(memory: Memory, accelerator: str, target: Cluster) -> str | None:
+    """Why a job's ranks can't be measured on the device at hand; None if they can.
+
+    Args:
+        memory: Of the job, projected.
+        accelerator: The device at hand.
+        target: Where the job will run.
+    """
+    here = _elsewhere(accelerator, target)
+    capacity = memory.capacity_bytes if here is None else int(here.accelerator.hbm_bytes.value)
+    role = max(memory.per_role, key=lambda role: role.least_bytes)
+    if role.least_bytes <= capacity:
+        return None
+    return (
+        f"nothing was measured: {role.role} needs {role.least_bytes:,} bytes and the {accelerator} "
+        f"here has {capacity:,}; the times are simulated (+projection.shrink=1 measures a smaller "
+        "world)"
+    )
 
 
 def shrunk(
     question: dict[str, Any], request: Request, plan: Mapping[str, Any],
     progress: child.Progress, target: Cluster, accelerator: str,
-) -> Measured:  # fmt: skip
-    """Measure a smaller world in the place of the job's.
+) -> tuple[Measured | None, list[str]]:  # fmt: skip
+    """Measure a smaller world in the place of the job's, as :func:`make`.
 
     Args:
         question: As for :func:`make`.
@@ -124,9 +150,11 @@ def shrunk(
         asked, request.command.options, request.scratch, request.out / "shrunk.log", progress,
         cached=request.cache == "on",
     )  # fmt: skip
-    found = make(asked, request, traced["traces"], progress, target, accelerator)
+    found, problems = make(asked, request, traced["traces"], progress, target, accelerator)
+    if found is None:
+        return None, problems
     traces = tuple(trace_io.traces_from_plain(traced["traces"]))
-    return dataclasses.replace(found, small=traces)
+    return dataclasses.replace(found, small=traces), []
 
 
 def _whole(

@@ -58,6 +58,8 @@ def ranks(
     cores are shared as in the job itself.  A GPU is asked for one rank (``ranks`` of the request),
     which runs in this process: a fork could not use the device.
 
+    Where a GPU runs out of memory nothing is returned, and the session warns with its sentence.
+
     Raises:
         ProgramError: A GPU was asked for several.
 
@@ -70,7 +72,15 @@ def ranks(
     if not virtual_cuda.is_host(active.request["device"]):
         if len(members) != 1:
             raise session.ProgramError("ranks: one rank a process is measured on a GPU")
-        return [_measure(original, call, *members[0], asked, pace.Free())]
+        try:
+            return [_measure(original, call, *members[0], asked, pace.Free())]
+        except torch.OutOfMemoryError as error:
+            rank_number = members[0][1]
+            active.warnings.append(
+                f"nothing was measured: rank {rank_number} ran out of device memory "
+                f"({session.first_line(error)}); the times are simulated"
+            )
+            return []
     world = plans.arguments().world_size
     if "shrunk" in active.request and world > 1:
         return _real_world(original, call, world, asked)
