@@ -149,7 +149,7 @@ def install(request: dict[str, Any]) -> None:
     registry.apply_all(program_arguments.GROUP)
     tripwire.arm()
     for framework in request["frameworks"]:
-        importlib.import_module(framework).install()
+        importlib.import_module(framework).install(request)
 
 
 def run_program(request: dict[str, Any]) -> None:

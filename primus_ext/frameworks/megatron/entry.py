@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from primus_ext.emulate import no_te, registry, releases, session, virtual_cuda
@@ -23,11 +23,14 @@ from primus_ext.frameworks.megatron import (  # noqa: F401  (declare)
 from primus_ext.trace import RankTrace, to_plain
 
 
-def install() -> None:
-    """Hook ``megatron.training.pretrain`` before the program can import it."""
+def install(request: Mapping[str, Any]) -> None:
+    """Hook ``megatron.training.pretrain`` before the program can import it.
+
+    Args:
+        request: What the process will be asked, or the first of several that are alike.
+    """
     registry.apply_all(world_patches.WORLD)
     registry.apply_all("megatron_entry")
-    request = session.current().request
     if "measure" in request:  # the program's own kernels and values: nothing else is replaced
         return
     registry.apply_all("megatron")

@@ -164,13 +164,13 @@ def steps(
     step, memory = module.train_step, {}
 
     def timed(*args: Any, **kwargs: Any) -> Any:
-        gate.pass_()
-        if len(found) == asked.warm_up:
-            device_memory.reset()
         if len(found) == counted:  # the hooks are still: a profiler sees nothing of them
             memory.update(device_memory.highest())
             with profile:
                 return step(*args, **kwargs)
+        gate.pass_()
+        if len(found) == asked.warm_up:
+            device_memory.reset()
         watch.start(BETWEEN)
         try:
             return step(*args, **kwargs)
