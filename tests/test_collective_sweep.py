@@ -7,19 +7,24 @@ import json
 import os
 import re
 import signal
+import socket
+import subprocess
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
 
 from primus_ext.collective_samples import Sample, SamplesError, Sweep, load, save
+from primus_ext.cost.group_sizes import Host
 from primus_ext.cost.measured_collectives import MeasuredCollectives
+from primus_ext.cost.placement import Placement
 from primus_ext.observe import collective_sweep, collective_timing
 from primus_ext.observe.collective_calls import Case, fitting
 from primus_ext.observe.collective_ranks import SweepError
 from primus_ext.observe.collective_sweep import KINDS, Wanted, cases, sweep, usual_members
 from primus_ext.observe.collective_worker import groups_of
-from primus_ext.trace import CollectiveKind
+from primus_ext.trace import Collective, CollectiveKind
 
 SIZES = (1024, 1 << 20)
 WANTED = Wanted(processes=2, device="cpu", sizes=SIZES, rounds=2, seconds=0.01, timeout=60)
@@ -74,12 +79,12 @@ def stopped(rank: int, after: int, name: int):
 
 
 def test_a_hanging_collective_is_named_and_what_was_measured_is_kept(tmp_path: Path) -> None:
-    wanted = dataclasses.replace(WANTED, timeout=2.0, rounds=3)
+    wanted = dataclasses.replace(WANTED, timeout=8.0, rounds=3)
     path = tmp_path / "partial.json"
     with pytest.raises(SweepError) as refused:
         sweep(wanted, path, stopped(1, 5, signal.SIGSTOP))
     message = str(refused.value)
-    assert re.search(r"hangs: nothing moved for 2 s in the group\(s\) of ranks \[0, 1\]", message)
+    assert re.search(r"hangs: nothing moved for 8 s in the group\(s\) of ranks \[0, 1\]", message)
     assert any(str(kind) in message for kind in CollectiveKind)
     assert "\n" not in message and refused.value.exit_code == 4
     kept = load(path)
@@ -187,6 +192,48 @@ def test_a_file_that_is_not_there_or_of_another_schema_is_refused(tmp_path: Path
     other.write_text('{"schema": 2}')
     with pytest.raises(SamplesError, match="of schema 1"):
         load(other)
+
+
+@pytest.fixture(scope="module")
+def launched(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Four ranks as torchrun starts them on two hosts of two, here all on one."""
+    folder = tmp_path_factory.mktemp("launched")
+    with socket.socket() as probe:
+        probe.bind(("localhost", 0))
+        port = probe.getsockname()[1]
+    command = [sys.executable, "-m", "primus_ext.observe.collective_sweep", "--out",
+               str(folder / "two.json"), "--device", "cpu", "--kinds", "all_reduce", "broadcast",
+               "--dtypes", "fp32", "--sizes", "1024", "1048576", "--rounds", "1",
+               "--seconds", "0.01"]  # fmt: skip
+    ranks = [
+        subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env={
+            **os.environ, "RANK": str(rank), "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2",
+            "MASTER_ADDR": "localhost", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1",
+        })
+        for rank in range(4)
+    ]  # fmt: skip
+    try:
+        said = [rank.communicate(timeout=300)[1] for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    assert [rank.returncode for rank in ranks] == [0] * 4, said
+    return folder / "two.json"
+
+
+def test_a_launcher_s_ranks_measure_both_tiers(launched: Path) -> None:
+    found = load(launched)
+    assert (found.processes, found.hosts) == (4, 2)
+    tiers = {(s.tier, s.members) for s in found.samples}
+    assert tiers == {("host", 2), ("network", 2)}
+    assert len(found.samples) == 8  # two kinds, two sizes, two tiers
+    model = MeasuredCollectives([found], "two.json")
+    assert set(model.curves) == {2}
+    across = Collective(CollectiveKind.ALL_REDUCE, "dp", 1 << 20, "fp32")
+    for where in (Placement(2, 1, 2), Placement(2, 2, 1)):
+        assert model.answer(across, where, Host(2, 2)) is not None
+    # four ranks need a reduce-scatter inside the hosts, which was not measured
+    assert model.answer(across, Placement(4, 2, 2), Host(2, 2)) is None
 
 
 def test_what_a_sample_stands_for() -> None:

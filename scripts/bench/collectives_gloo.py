@@ -171,7 +171,7 @@ def page(sweeps: Sequence[Sweep]) -> str:
 
 def main() -> None:
     """Measure, score and write."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(description="Errors of gloo's lines on held-out times.")
     parser.add_argument("--keep", type=Path, help="folder for the times, used again if there")
     parser.add_argument("--rounds", type=int, default=7)
     asked = parser.parse_args()
