@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import statistics
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -28,6 +29,9 @@ from primus_ext.trace import Collective, CollectiveKind
 _ADDS = (CollectiveKind.ALL_REDUCE, CollectiveKind.REDUCE_SCATTER)
 """Kinds whose time depends on the numbers that are added, and not on their bytes alone."""
 _WIDTH = {"fp64": 8, "int64": 8, "fp32": 4, "int32": 4, "bf16": 2, "fp16": 2, "int16": 2}
+NORMAL_90 = 1.645
+"""Standard deviations that hold the central 90 % of a normal distribution, the level of a step's
+interval (:data:`primus_ext.project.throughput.LEVEL`)."""
 _INSIDE = {
     CollectiveKind.ALL_REDUCE: (CollectiveKind.REDUCE_SCATTER, CollectiveKind.ALL_GATHER),
     CollectiveKind.ALL_GATHER: (CollectiveKind.ALL_GATHER,),
@@ -68,7 +72,7 @@ class MeasuredCollectives:
             sweeps: Of one backend and device: with other numbers of processes a host, or over
                 other tiers.  Where two hold the same point the later one's is taken.
             name: What evidence calls them, e.g. the file.
-            quiet: Fit the least of the rounds' medians instead of their median: the times of a
+            quiet: Fit what is quickest of the repetitions instead of their median: the times of a
                 machine that nobody else uses, from one that others do.
 
         Raises:
@@ -233,10 +237,9 @@ def _fitted(samples: Sequence[Sample], quiet: bool) -> dict[Key, dict[int, piece
         points[key_of(sample), sample.members][sample.bytes] = sample
     curves: dict[Key, dict[int, piecewise.Curve]] = defaultdict(dict)
     for (key, members), found in points.items():
-        spreads = sorted(sample.spread for sample in found.values())
         curves[key][members] = piecewise.fit(
             [(size, s.quietest if quiet else s.typical) for size, s in found.items()],
-            spreads[len(spreads) // 2],
+            statistics.median(sample.noise(quiet) for sample in found.values()),
         )
     return dict(curves)
 
@@ -253,7 +256,7 @@ def _answered(
     found = crowded(found, ratio)
     near = curves[min(curves, key=lambda n: abs(math.log(n / members)))]
     outside = _outside(near, size)
-    width = near.residual * (1 + outside)
+    width = NORMAL_90 * near.residual * (1 + outside)
     return Answer(
         found.parts, found.low * math.exp(-width), found.high * math.exp(width),
         _basis(kind, curves, members, near, bool(outside), measured, ratio),

@@ -5,8 +5,9 @@
 
 What is held out is fixed here, before anything is measured: of sizes those half way between powers
 of two, of groups those of 3.  Sizes that are fitted and held out take turns in every round, in
-changing order.  A time is the least of its rounds' medians: what else runs on the machine only ever
-adds, and differently in each round.  Writes validation/gloo_collectives.md.
+changing order.  A time is the lower decile of its repetitions: what else runs on the machine only
+ever adds (:attr:`primus_ext.collective_samples.Sample.quietest`).  Writes
+validation/gloo_collectives.md.
 """
 
 from __future__ import annotations
