@@ -60,6 +60,16 @@ class Sample:
     seconds: Rounds
     """All repetitions, by round.  Of each the slowest member's; a plain send_recv is half of a
     message there and back."""
+    processor_s: tuple[float, ...] = ()
+    """Seconds of a core that a member's threads took, the median of each round; empty where devices
+    do the work."""
+
+    @property
+    def processor_share(self) -> float:
+        """Of an undisturbed repetition, the part that a core works; 1 where it is not known."""
+        if not self.processor_s:
+            return 1.0
+        return min(1.0, statistics.median(self.processor_s) / self.quietest)
 
     @property
     def typical(self) -> float:

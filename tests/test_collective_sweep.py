@@ -49,6 +49,7 @@ def test_every_kind_has_samples_that_price_it(file: Path) -> None:
         assert len(sample.seconds) == WANTED.rounds
         assert all(len(one) >= 3 for one in sample.seconds)
         assert sample.quietest <= sample.typical
+        assert len(sample.processor_s) == WANTED.rounds and 0 < sample.processor_share <= 1
         if sample.kind is not CollectiveKind.BARRIER:
             assert sample.bytes in SIZES or sample.variant == "uneven"
     by = {(s.kind, s.variant, s.dtype, s.bytes): s.quietest for s in found.samples}
@@ -152,7 +153,8 @@ def test_group_sizes_and_their_ranks() -> None:
 
 
 def test_a_repetition_lasts_from_the_last_arrival_to_the_last_departure() -> None:
-    early, late = [(0.0, 5.0), (10.0, 14.0)], [(3.0, 5.5), (11.0, 13.0)]
+    early, late = [(0.0, 5.0, 1.0), (10.0, 14.0, 2.0)], [(3.0, 5.5, 3.0), (11.0, 13.0, 2.0)]
+    assert collective_timing.processor([early, late], 0.5) == 1.0
     assert collective_timing.of_group([early, late], 1.0, True) == [2.5, 3.0]
     assert collective_timing.of_group([early, late], 0.5, False) == [2.5, 2.0]
 

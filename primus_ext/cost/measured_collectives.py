@@ -55,6 +55,8 @@ class Answer:
     high: float
     basis: str
     """What it stands on, in words."""
+    processor: float = 0.0
+    """Part of the seconds that takes a core of the host, where devices don't do the work."""
 
 
 def key_of(sample: Sample) -> Key:
@@ -83,12 +85,15 @@ class MeasuredCollectives:
         if len({(s.backend, s.accelerator) for s in sweeps}) > 1:
             raise SamplesError(f"{name}: sweeps of different devices or backends are no one target")
         self.name, self.sweep = name, sweeps[-1]
+        self._shares: dict[tuple[int, Key, int], dict[int, float]] = defaultdict(dict)
         self.curves: dict[int, dict[Key, dict[int, piecewise.Curve]]] = {}
         """Lines by processes of a host, kind and members."""
         for crowd in dict.fromkeys(sweep.processes // sweep.hosts for sweep in sweeps):
             of_crowd = [sweep for sweep in sweeps if sweep.processes // sweep.hosts == crowd]
             samples = [sample for sweep in of_crowd for sample in sweep.samples]
             self.curves[crowd] = _fitted(samples, quiet)
+            for one in samples:
+                self._shares[crowd, key_of(one), one.members][one.bytes] = one.processor_share
 
     @classmethod
     def of_files(cls, paths: Sequence[Path]) -> MeasuredCollectives:
@@ -135,6 +140,8 @@ class MeasuredCollectives:
         if found is None:
             return None
         terms = {"latency": found.parts.start, "wire": found.parts.wire}
+        if cores is not None:
+            terms["processor"] = found.processor
         return Priced(found.parts.seconds, MEASURED, terms, (found.low, found.high), found.basis)
 
     def answer(self, collective: Collective, where: Placement, host: Host) -> Answer | None:
@@ -178,6 +185,7 @@ class MeasuredCollectives:
             Parts(sum(a.parts.start for a in answers), sum(a.parts.wire for a in answers)),
             max(a.low for a in answers), sum(a.high for a in answers),
             f"tier by tier: {'; '.join(dict.fromkeys(a.basis for a in answers))}",
+            sum(a.processor for a in answers),
         )  # fmt: skip
 
     def _in_tier(
@@ -189,11 +197,15 @@ class MeasuredCollectives:
         elif kind is CollectiveKind.SEND_RECV:
             # along a pipeline one message follows another; elsewhere everyone sends at once
             variant, members = ("", 2) if collective.group == "pp" else (EXCHANGE, members)
-        curves = self.curves[crowd].get((kind, variant, self._dtype(collective, tier, crowd), tier))
+        key = (kind, variant, self._dtype(collective, tier, crowd), tier)
+        curves = self.curves[crowd].get(key)
         if not curves:
             return None
         measured = Host(crowd, None if host.cores is None else self.sweep.host_cores)
-        return _answered(kind, curves, size, members, measured, host)
+        found = _answered(kind, curves, size, members, measured, host)
+        shares = self._shares[crowd, key, min(curves, key=lambda n: abs(math.log(n / members)))]
+        near = min(shares, key=lambda known: abs(math.log(max(known, 1) / max(size, 1))))
+        return dataclasses.replace(found, processor=shares[near] * found.parts.seconds)
 
     def _dtype(self, collective: Collective, tier: str, crowd: int) -> str:
         """The measured number format: the same one, else one of its width, else the slowest."""

@@ -65,7 +65,8 @@ def _measured(wanted: Wanted, out: Path, rank: int, world: int) -> int:
         if "begin" in event:
             begun[:] = [event["begin"]]
         elif "sample" in event:
-            times[event["sample"]].append(tuple(event["seconds"]))
+            seconds, worked = event["seconds"], event.get("processor")
+            times[event["sample"]].append((tuple(seconds), worked))
             if time.monotonic() - written > _EVERY:
                 write([])
 

@@ -21,8 +21,9 @@ _START = 120.0
 """Seconds, at least, that the ranks may take to load torch and to make their groups."""
 _LAST_LINES = 3
 
-Sampled = Callable[[int, Sequence[float], Mapping[int, int]], None]
-"""Told the number of a case, its repetitions in a round, and the process ids of all ranks."""
+Sampled = Callable[[int, Sequence[float], float | None, Mapping[int, int]], None]
+"""Told the number of a case, its repetitions in a round, what of them took a core, and the process
+ids of all ranks."""
 
 
 class SweepError(RuntimeError):
@@ -130,7 +131,7 @@ def _heard(
     if "begin" in event:
         rank.case = event["begin"]
     elif "sample" in event:
-        sampled(event["sample"], event["seconds"], pids)
+        sampled(event["sample"], event["seconds"], event.get("processor"), pids)
     elif "end" in event:
         rank.ended = True
 

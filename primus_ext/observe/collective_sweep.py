@@ -53,8 +53,8 @@ _KINDS = {
 KINDS = tuple(_KINDS)
 """What ``--kinds`` may name."""
 SMALLEST = 1024
-Times = dict[int, list[tuple[float, ...]]]
-"""Repetitions by case and round."""
+Times = dict[int, list[tuple[tuple[float, ...], float | None]]]
+"""By case and round: repetitions, and what of them took a core."""
 LARGEST = {"cuda": 256 << 20, "cpu": 32 << 20}
 """Bytes."""
 
@@ -165,8 +165,10 @@ def sweep(
     times: Times = defaultdict(list)
     failures: list[str] = []
 
-    def sampled(index: int, seconds: Sequence[float], pids: Mapping[int, int]) -> None:
-        times[index].append(tuple(seconds))
+    def sampled(
+        index: int, seconds: Sequence[float], worked: float | None, pids: Mapping[int, int]
+    ) -> None:
+        times[index].append((tuple(seconds), worked))
         if told is not None:
             told(sum(map(len, times.values())), len(asked) * wanted.rounds, pids)
 
@@ -194,15 +196,15 @@ def orders_for(wanted: Wanted, asked: Sequence[Case], rendezvous: str) -> Orders
 
 
 def gathered(
-    wanted: Wanted, asked: Sequence[Case], times: Mapping[int, Sequence[tuple[float, ...]]],
-    failures: Sequence[str],
+    wanted: Wanted, asked: Sequence[Case], times: Times, failures: Sequence[str]
 ) -> Sweep:  # fmt: skip
     """Everything that was measured, as it is written."""
     machine = collective_machine.describe(wanted.device)
     samples = [
         Sample(
             **{field.name: getattr(asked[index], field.name) for field in dataclasses.fields(Case)},
-            seconds=tuple(rounds),
+            seconds=tuple(seconds for seconds, _ in rounds),
+            processor_s=tuple(worked for _, worked in rounds if worked is not None),
         )
         for index, rounds in sorted(times.items())
     ]  # fmt: skip

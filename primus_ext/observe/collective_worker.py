@@ -143,7 +143,11 @@ class _Rank:
         ]
         # all groups are at it at once; each repetition is over with the slowest of them
         seconds = [max(one) for one in zip(*by_group, strict=True)]
-        self.tell({"sample": index, "round": round_, "seconds": seconds})
+        event = {"sample": index, "round": round_, "seconds": seconds}
+        if not self.cuda:
+            members = [everyone[rank] for ranks in groups for rank in ranks]
+            event["processor"] = collective_timing.processor(members, share)
+        self.tell(event)
 
 
 def groups_of(tier: str, members: int, local: int, hosts: int) -> list[list[int]]:
