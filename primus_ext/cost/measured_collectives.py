@@ -85,7 +85,9 @@ class MeasuredCollectives:
         if len({(s.backend, s.accelerator) for s in sweeps}) > 1:
             raise SamplesError(f"{name}: sweeps of different devices or backends are no one target")
         self.name, self.sweep = name, sweeps[-1]
-        self._shares: dict[tuple[int, Key, int], dict[int, float]] = defaultdict(dict)
+        # The largest of all sizes: what disturbs adds to the time and not to the work, and the
+        # longer a collective is the less it runs undisturbed.
+        self._shares: dict[tuple[int, Key, int], float] = defaultdict(float)
         self.curves: dict[int, dict[Key, dict[int, piecewise.Curve]]] = {}
         """Lines by processes of a host, kind and members."""
         for crowd in dict.fromkeys(sweep.processes // sweep.hosts for sweep in sweeps):
@@ -93,7 +95,8 @@ class MeasuredCollectives:
             samples = [sample for sweep in of_crowd for sample in sweep.samples]
             self.curves[crowd] = _fitted(samples, quiet)
             for one in samples:
-                self._shares[crowd, key_of(one), one.members][one.bytes] = one.processor_share
+                where = crowd, key_of(one), one.members
+                self._shares[where] = max(self._shares[where], one.processor_share)
 
     @classmethod
     def of_files(cls, paths: Sequence[Path]) -> MeasuredCollectives:
@@ -203,9 +206,9 @@ class MeasuredCollectives:
             return None
         measured = Host(crowd, None if host.cores is None else self.sweep.host_cores)
         found = _answered(kind, curves, size, members, measured, host)
-        shares = self._shares[crowd, key, min(curves, key=lambda n: abs(math.log(n / members)))]
-        near = min(shares, key=lambda known: abs(math.log(max(known, 1) / max(size, 1))))
-        return dataclasses.replace(found, processor=shares[near] * found.parts.seconds)
+        near = min(curves, key=lambda n: abs(math.log(n / members)))
+        working = self._shares[crowd, key, near]
+        return dataclasses.replace(found, processor=working * found.parts.seconds)
 
     def _dtype(self, collective: Collective, tier: str, crowd: int) -> str:
         """The measured number format: the same one, else one of its width, else the slowest."""
