@@ -14,13 +14,14 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
+import torch
 
 from primus_ext.collective_samples import Sample, SamplesError, Sweep, load, save
 from primus_ext.cost.group_sizes import Host
 from primus_ext.cost.measured_collectives import MeasuredCollectives
 from primus_ext.cost.placement import Placement
 from primus_ext.observe import collective_sweep, collective_timing
-from primus_ext.observe.collective_calls import Case, fitting
+from primus_ext.observe.collective_calls import Case, Prepared, fitting
 from primus_ext.observe.collective_ranks import SweepError
 from primus_ext.observe.collective_sweep import KINDS, Wanted, cases, sweep, usual_members
 from primus_ext.observe.collective_worker import groups_of
@@ -157,6 +158,48 @@ def test_a_repetition_lasts_from_the_last_arrival_to_the_last_departure() -> Non
     assert collective_timing.processor([early, late], 0.5) == 1.0
     assert collective_timing.of_group([early, late], 1.0, True) == [2.5, 3.0]
     assert collective_timing.of_group([early, late], 0.5, False) == [2.5, 2.0]
+
+
+class Event:
+    """A device event on a clock that the calls below move."""
+
+    now = 0.0
+
+    def __init__(self, enable_timing: bool = False) -> None:
+        assert enable_timing
+
+    def record(self) -> None:
+        self.at = Event.now
+
+    def elapsed_time(self, end: Event) -> float:
+        return (end.at - self.at) * 1e3
+
+
+def test_a_device_is_timed_by_events_around_each_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    did: list[str] = []
+
+    def run() -> None:
+        did.append("run")
+        Event.now += 0.25
+
+    def refill() -> None:
+        did.append("refill")
+        Event.now += 8.0  # not the collective's
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: did.append("synchronize"))
+    prepared = Prepared(run, refill)
+    spans = collective_timing.on_device(prepared, 3, lambda: did.append("together"))
+    assert spans == [(0.0, 0.25, 0.0)] * 3
+    # one more, in which the late ones are waited for, and nothing is waited for in between
+    assert did == ["refill", "together", "run", *["refill", "run"] * 3, "synchronize"]
+
+
+def test_a_device_takes_one_process(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    wanted = dataclasses.replace(WANTED, device="cuda")
+    with pytest.raises(SweepError, match=r"processes=2 is not legal: 1 device\(s\) are here"):
+        sweep(wanted, tmp_path / "x.json")
 
 
 GOOD = Sample(kind=CollectiveKind.BROADCAST, dtype="fp32", members=2, bytes=8, seconds=((1e-5,),))

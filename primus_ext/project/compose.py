@@ -383,16 +383,18 @@ class _Step:
 
     def communication_width(self) -> float | None:
         """Half width of the interval of communication, where it was measured."""
-        return measured_evidence.half_width(
-            self.stages, self.kept.cost, self.plan, self._boundaries
-        )
+        return measured_evidence.half_width(self._collectives)
 
     def _evidence(self, name: TermName, schedule: str | None) -> str:
         own = self.measured.words if self.measured else ""
         modelled = evidence.of(name, self.plan, self.kept.cluster, schedule, own)
-        return measured_evidence.of(
-            name, modelled, self.stages, self.kept.cost, self.plan, self._boundaries
-        )
+        return measured_evidence.of(name, modelled, self.kept.cost, self._collectives)
+
+    @functools.cached_property
+    def _collectives(self) -> measured_evidence.ByTerm:
+        """Prices of collectives by term, where some are measured."""
+        sharded = self.plan.parallelism.distributed_optimizer
+        return measured_evidence.prices(self.stages, self.kept, sharded, self._boundaries)
 
     @functools.cached_property
     def job(self) -> Job:
