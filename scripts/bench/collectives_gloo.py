@@ -6,7 +6,8 @@
 What is held out is fixed here, before anything is measured: of sizes those half way between powers
 of two, of groups those of 3.  Sizes that are fitted and held out take turns in every round, in
 changing order.  A time is the lower decile of its repetitions: what else runs on the machine only
-ever adds (:attr:`primus_ext.collective_samples.Sample.quietest`).  Writes
+ever adds (:attr:`primus_ext.collective_samples.Sample.quietest`).  That, and how much noise a new
+line must beat, was settled on one sweep; the page is of another.  Writes
 validation/gloo_collectives.md.
 """
 
