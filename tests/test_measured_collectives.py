@@ -5,7 +5,10 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -20,7 +23,7 @@ from primus_ext.project.compose import PlanError, project
 from primus_ext.project.kept import Kept
 from primus_ext.runner import collectives
 from primus_ext.trace import Collective, CollectiveKind
-from tests.never_train.support import run_app
+from tests.never_train.support import ROOT, run_app
 from tests.synthetic import Job, plan, traces
 
 KINDS = tuple(CollectiveKind)
@@ -328,3 +331,31 @@ def test_a_file_that_is_of_no_use_is_refused_before_the_program_runs(
     message = run.verdict["message"]
     assert message.startswith(f"+projection.collectives={path}: ") and words in message
     assert "\n" not in message
+
+
+@pytest.mark.slow
+def test_a_slower_link_moves_the_step_of_a_real_program(tmp_path: Path) -> None:
+    """The command, the program, the trace: only the file of times is made up, and three times it.
+
+    What is in the file was "measured" between processes of this machine.
+    """
+    found = {}
+    for slow in (1.0, 3.0):
+        path, out = tmp_path / f"{slow}.json", tmp_path / f"out{slow}"
+        save(sweep("cpu", groups=(2,), slow=slow), path)
+        command = [
+            sys.executable, str(ROOT / "scripts" / "train.py"), "model=tiny_gpt", "parallel.tp=2",
+            "+projection=simulate", "+target_cluster=cpu_1x2", f"+projection.out={out}",
+            f"+projection.collectives={path}", f"hydra.run.dir={tmp_path}/run",
+        ]  # fmt: skip
+        environment = {**os.environ, "PRIMUS_EXT_CACHE": str(tmp_path / "cache")}
+        done = subprocess.run(command, env=environment, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        terms = json.loads((out / "projection.json").read_text())["breakdown"]
+        found[slow] = {term["term"]: term for term in terms}
+    name = "tensor-parallel communication"
+    fast, slowed = found[1.0][name], found[3.0][name]
+    assert fast["evidence"].startswith("measured: 1.0.json (nccl on P;")
+    assert slowed["seconds"] == pytest.approx(3 * fast["seconds"], rel=1e-6)
+    for other in ("gemm", "memory-bound"):
+        assert found[3.0][other]["seconds"] == found[1.0][other]["seconds"]
