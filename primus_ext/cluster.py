@@ -136,12 +136,12 @@ class Cluster:
 
     @property
     def hides_communication(self) -> bool:
-        """Whether asynchronous communication runs beside computation.
+        """Whether asynchronous communication runs beside computation and takes nothing from it.
 
         gloo's collectives are computed and copied by threads of the process: torch's
         ``ProcessGroupGloo`` runs each in one of two workers, and gloo's transport has a thread for
         its sockets (torch 2.14, ``torch/csrc/distributed/c10d/ProcessGroupGloo.hpp``).  Where every
-        core computes already, they take turns with that and nothing is hidden.
+        core computes already, they take turns with that: only what they wait is hidden.
         """
         cores = self.accelerator.host_cores
         return cores is None or self.gpus_per_node < cores.value

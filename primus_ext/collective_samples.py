@@ -31,6 +31,18 @@ class SamplesError(ValueError):
     """A file that holds no such measurement; the message is one sentence."""
 
 
+Rounds = tuple[tuple[float, ...], ...]
+
+
+def _typical(rounds: Rounds) -> float:
+    return statistics.median(statistics.median(one) for one in rounds)
+
+
+def _quietest(rounds: Rounds) -> float:
+    every = sorted(seconds for one in rounds for seconds in one)
+    return every[len(every) // 10]
+
+
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
     """One kind, size and group, measured several times."""
@@ -45,19 +57,45 @@ class Sample:
     """Of the group; the other processes were at it too, in groups as large."""
     bytes: int
     """As :attr:`primus_ext.trace.Collective.bytes` counts; 0 of a barrier."""
-    seconds: tuple[tuple[float, ...], ...]
+    seconds: Rounds
     """All repetitions, by round.  Of each the slowest member's; a plain send_recv is half of a
     message there and back."""
+    processor_s: tuple[float, ...] = ()
+    """Seconds of a core that a member's threads took, the median of each round; empty where devices
+    do the work."""
+
+    @property
+    def processor_share(self) -> float:
+        """Of an undisturbed repetition, the part that a core works; 1 where it is not known."""
+        if not self.processor_s:
+            return 1.0
+        return min(1.0, statistics.median(self.processor_s) / self.quietest)
 
     @property
     def typical(self) -> float:
         """Median over rounds of the medians of their repetitions."""
-        return statistics.median(statistics.median(one) for one in self.seconds)
+        return _typical(self.seconds)
 
     @property
     def quietest(self) -> float:
-        """Least of the rounds' medians: what disturbs a measurement only ever adds to it."""
-        return min(statistics.median(one) for one in self.seconds)
+        """Lower decile of all repetitions: what disturbs a measurement only ever adds to it.
+
+        On a machine that others use it comes back best: between odd and even rounds of a sweep of
+        gloo at a load of 10 to 16 on two cores it moved by 7 to 22 %, the least of the rounds'
+        medians by 19 to 33 %, the median of medians by 16 to 47 %
+        (scripts/bench/collectives_gloo.py).
+        """
+        return _quietest(self.seconds)
+
+    def noise(self, quiet: bool) -> float:
+        """How far :attr:`quietest`, or :attr:`typical`, may be off by chance; 0 of one round.
+
+        Half of the distance (of logarithms) between that of the odd rounds and of the even ones.
+        """
+        if len(self.seconds) < 2:
+            return 0.0
+        found = _quietest if quiet else _typical
+        return abs(math.log(found(self.seconds[::2]) / found(self.seconds[1::2]))) / 2
 
     @property
     def spread(self) -> float:

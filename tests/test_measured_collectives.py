@@ -5,7 +5,10 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -20,7 +23,7 @@ from primus_ext.project.compose import PlanError, project
 from primus_ext.project.kept import Kept
 from primus_ext.runner import collectives
 from primus_ext.trace import Collective, CollectiveKind
-from tests.never_train.support import run_app
+from tests.never_train.support import ROOT, run_app
 from tests.synthetic import Job, plan, traces
 
 KINDS = tuple(CollectiveKind)
@@ -118,25 +121,45 @@ def test_evidence_names_kind_groups_and_sizes() -> None:
     assert "model" not in told
 
 
-def test_where_communication_takes_the_cores_nothing_hides_it() -> None:
-    job = dataclasses.replace(JOB, asynchronous=True)
+def on_cores(job: Job, cores: int, working: float | None) -> dict[str, tuple[float, float]]:
+    """Terms of a job of eight processes, ``working`` being the share that takes a core."""
     cluster = load_cluster("cpu", 1, 8)
-    few = dataclasses.replace(cluster.accelerator.hbm_bytes, value=2)
-    many = dataclasses.replace(few, value=64)
-    shown = {}
-    for name, cores in (("few", few), ("many", many)):
-        accelerator = dataclasses.replace(cluster.accelerator, host_cores=cores)
-        found = project(
-            plan(job), traces(job), dataclasses.replace(cluster, accelerator=accelerator),
-            mode="simulate", collectives=measured(sweep("cpu")),
-        )  # fmt: skip
-        shown[name] = {t.term: (t.seconds, t.exposed_seconds) for t in found.breakdown}
-        assert ("communication beside computation" in " ".join(found.not_modelled)) == (
-            name == "few"
+    figure = dataclasses.replace(cluster.accelerator.hbm_bytes, value=cores)
+    accelerator = dataclasses.replace(cluster.accelerator, host_cores=figure)
+    known = sweep("cpu", cores=cores)
+    if working is not None:
+        samples = tuple(
+            dataclasses.replace(s, processor_s=(working * s.quietest,)) for s in known.samples
         )
-    for name in ("tensor-parallel communication", "data-parallel communication"):
-        assert shown["few"][name][1] == pytest.approx(shown["few"][name][0], rel=1e-6)
-        assert shown["many"][name][1] < shown["many"][name][0]
+        known = dataclasses.replace(known, samples=samples)
+    found = project(
+        plan(job), traces(job), dataclasses.replace(cluster, accelerator=accelerator),
+        mode="simulate", collectives=measured(known),
+    )  # fmt: skip
+    assert ("communication beside computation" in " ".join(found.not_modelled)) == (cores == 2)
+    return {t.term: (t.seconds, t.exposed_seconds) for t in found.breakdown}
+
+
+ASYNCHRONOUS = dataclasses.replace(JOB, asynchronous=True)
+OVERLAPPED = ("tensor-parallel communication", "data-parallel communication")
+
+
+@pytest.mark.parametrize("working", [None, 1.0])
+def test_where_communication_takes_the_cores_nothing_hides_it(working: float | None) -> None:
+    few = on_cores(ASYNCHRONOUS, 2, working)
+    many = on_cores(ASYNCHRONOUS, 64, working)
+    for name in OVERLAPPED:
+        assert few[name][1] == pytest.approx(few[name][0], rel=1e-6)
+        assert many[name][1] < many[name][0]
+
+
+def test_what_takes_no_core_is_hidden() -> None:
+    """Between all of it and what many cores hide, in proportion."""
+    all_of_it, half, nothing = (on_cores(ASYNCHRONOUS, 2, part) for part in (1.0, 0.5, 0.0))
+    for name in OVERLAPPED:
+        assert half[name][0] == pytest.approx(all_of_it[name][0], rel=1e-6)
+        assert half[name][1] >= 0.5 * half[name][0] * (1 - 1e-6)
+        assert nothing[name][1] < half[name][1] < all_of_it[name][1], name
 
 
 def test_measured_times_narrow_the_interval_of_a_step() -> None:
@@ -308,3 +331,31 @@ def test_a_file_that_is_of_no_use_is_refused_before_the_program_runs(
     message = run.verdict["message"]
     assert message.startswith(f"+projection.collectives={path}: ") and words in message
     assert "\n" not in message
+
+
+@pytest.mark.slow
+def test_a_slower_link_moves_the_step_of_a_real_program(tmp_path: Path) -> None:
+    """The command, the program, the trace: only the file of times is made up, and three times it.
+
+    What is in the file was "measured" between processes of this machine.
+    """
+    found = {}
+    for slow in (1.0, 3.0):
+        path, out = tmp_path / f"{slow}.json", tmp_path / f"out{slow}"
+        save(sweep("cpu", groups=(2,), slow=slow), path)
+        command = [
+            sys.executable, str(ROOT / "scripts" / "train.py"), "model=tiny_gpt", "parallel.tp=2",
+            "+projection=simulate", "+target_cluster=cpu_1x2", f"+projection.out={out}",
+            f"+projection.collectives={path}", f"hydra.run.dir={tmp_path}/run",
+        ]  # fmt: skip
+        environment = {**os.environ, "PRIMUS_EXT_CACHE": str(tmp_path / "cache")}
+        done = subprocess.run(command, env=environment, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        terms = json.loads((out / "projection.json").read_text())["breakdown"]
+        found[slow] = {term["term"]: term for term in terms}
+    name = "tensor-parallel communication"
+    fast, slowed = found[1.0][name], found[3.0][name]
+    assert fast["evidence"].startswith("measured: 1.0.json (nccl on P;")
+    assert slowed["seconds"] == pytest.approx(3 * fast["seconds"], rel=1e-6)
+    for other in ("gemm", "memory-bound"):
+        assert found[3.0][other]["seconds"] == found[1.0][other]["seconds"]

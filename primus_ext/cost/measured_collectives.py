@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import statistics
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -28,6 +29,9 @@ from primus_ext.trace import Collective, CollectiveKind
 _ADDS = (CollectiveKind.ALL_REDUCE, CollectiveKind.REDUCE_SCATTER)
 """Kinds whose time depends on the numbers that are added, and not on their bytes alone."""
 _WIDTH = {"fp64": 8, "int64": 8, "fp32": 4, "int32": 4, "bf16": 2, "fp16": 2, "int16": 2}
+NORMAL_90 = 1.645
+"""Standard deviations that hold the central 90 % of a normal distribution, the level of a step's
+interval (:data:`primus_ext.project.throughput.LEVEL`)."""
 _INSIDE = {
     CollectiveKind.ALL_REDUCE: (CollectiveKind.REDUCE_SCATTER, CollectiveKind.ALL_GATHER),
     CollectiveKind.ALL_GATHER: (CollectiveKind.ALL_GATHER,),
@@ -51,6 +55,8 @@ class Answer:
     high: float
     basis: str
     """What it stands on, in words."""
+    processor: float = 0.0
+    """Part of the seconds that takes a core of the host, where devices don't do the work."""
 
 
 def key_of(sample: Sample) -> Key:
@@ -68,7 +74,7 @@ class MeasuredCollectives:
             sweeps: Of one backend and device: with other numbers of processes a host, or over
                 other tiers.  Where two hold the same point the later one's is taken.
             name: What evidence calls them, e.g. the file.
-            quiet: Fit the least of the rounds' medians instead of their median: the times of a
+            quiet: Fit what is quickest of the repetitions instead of their median: the times of a
                 machine that nobody else uses, from one that others do.
 
         Raises:
@@ -79,12 +85,18 @@ class MeasuredCollectives:
         if len({(s.backend, s.accelerator) for s in sweeps}) > 1:
             raise SamplesError(f"{name}: sweeps of different devices or backends are no one target")
         self.name, self.sweep = name, sweeps[-1]
+        # The largest of all sizes: what disturbs adds to the time and not to the work, and the
+        # longer a collective is the less it runs undisturbed.
+        self._shares: dict[tuple[int, Key, int], float] = defaultdict(float)
         self.curves: dict[int, dict[Key, dict[int, piecewise.Curve]]] = {}
         """Lines by processes of a host, kind and members."""
         for crowd in dict.fromkeys(sweep.processes // sweep.hosts for sweep in sweeps):
             of_crowd = [sweep for sweep in sweeps if sweep.processes // sweep.hosts == crowd]
             samples = [sample for sweep in of_crowd for sample in sweep.samples]
             self.curves[crowd] = _fitted(samples, quiet)
+            for one in samples:
+                where = crowd, key_of(one), one.members
+                self._shares[where] = max(self._shares[where], one.processor_share)
 
     @classmethod
     def of_files(cls, paths: Sequence[Path]) -> MeasuredCollectives:
@@ -131,6 +143,8 @@ class MeasuredCollectives:
         if found is None:
             return None
         terms = {"latency": found.parts.start, "wire": found.parts.wire}
+        if cores is not None:
+            terms["processor"] = found.processor
         return Priced(found.parts.seconds, MEASURED, terms, (found.low, found.high), found.basis)
 
     def answer(self, collective: Collective, where: Placement, host: Host) -> Answer | None:
@@ -174,6 +188,7 @@ class MeasuredCollectives:
             Parts(sum(a.parts.start for a in answers), sum(a.parts.wire for a in answers)),
             max(a.low for a in answers), sum(a.high for a in answers),
             f"tier by tier: {'; '.join(dict.fromkeys(a.basis for a in answers))}",
+            sum(a.processor for a in answers),
         )  # fmt: skip
 
     def _in_tier(
@@ -185,11 +200,15 @@ class MeasuredCollectives:
         elif kind is CollectiveKind.SEND_RECV:
             # along a pipeline one message follows another; elsewhere everyone sends at once
             variant, members = ("", 2) if collective.group == "pp" else (EXCHANGE, members)
-        curves = self.curves[crowd].get((kind, variant, self._dtype(collective, tier, crowd), tier))
+        key = (kind, variant, self._dtype(collective, tier, crowd), tier)
+        curves = self.curves[crowd].get(key)
         if not curves:
             return None
         measured = Host(crowd, None if host.cores is None else self.sweep.host_cores)
-        return _answered(kind, curves, size, members, measured, host)
+        found = _answered(kind, curves, size, members, measured, host)
+        near = min(curves, key=lambda n: abs(math.log(n / members)))
+        working = self._shares[crowd, key, near]
+        return dataclasses.replace(found, processor=working * found.parts.seconds)
 
     def _dtype(self, collective: Collective, tier: str, crowd: int) -> str:
         """The measured number format: the same one, else one of its width, else the slowest."""
@@ -233,10 +252,9 @@ def _fitted(samples: Sequence[Sample], quiet: bool) -> dict[Key, dict[int, piece
         points[key_of(sample), sample.members][sample.bytes] = sample
     curves: dict[Key, dict[int, piecewise.Curve]] = defaultdict(dict)
     for (key, members), found in points.items():
-        spreads = sorted(sample.spread for sample in found.values())
         curves[key][members] = piecewise.fit(
             [(size, s.quietest if quiet else s.typical) for size, s in found.items()],
-            spreads[len(spreads) // 2],
+            statistics.median(sample.noise(quiet) for sample in found.values()),
         )
     return dict(curves)
 
@@ -253,7 +271,7 @@ def _answered(
     found = crowded(found, ratio)
     near = curves[min(curves, key=lambda n: abs(math.log(n / members)))]
     outside = _outside(near, size)
-    width = near.residual * (1 + outside)
+    width = NORMAL_90 * near.residual * (1 + outside)
     return Answer(
         found.parts, found.low * math.exp(-width), found.high * math.exp(width),
         _basis(kind, curves, members, near, bool(outside), measured, ratio),

@@ -32,6 +32,11 @@ class Priced:
     basis: str = ""
     """What a measured price stands on, in words."""
 
+    @property
+    def processor_s(self) -> float:
+        """Of a collective without engines of its own, what takes a core; all of it if not known."""
+        return self.terms.get("processor", self.seconds)
+
 
 FREE = Priced(0.0, MODEL, {})
 """The price of what keeps no device busy."""

@@ -17,12 +17,13 @@ from primus_ext.observe.collective_worker import PIPE, Orders, groups_of, plain_
 
 FAILED = 4
 """Exit code when a rank died or a collective hangs."""
-_START = 4.0
-"""Timeouts that the ranks may take to start: Python and torch are loaded, groups are made."""
+_START = 120.0
+"""Seconds, at least, that the ranks may take to load torch and to make their groups."""
 _LAST_LINES = 3
 
-Sampled = Callable[[int, Sequence[float], Mapping[int, int]], None]
-"""Told the number of a case, its repetitions in a round, and the process ids of all ranks."""
+Sampled = Callable[[int, Sequence[float], float | None, Mapping[int, int]], None]
+"""Told the number of a case, its repetitions in a round, what of them took a core, and the process
+ids of all ranks."""
 
 
 class SweepError(RuntimeError):
@@ -95,7 +96,7 @@ def _start(orders: Path, scratch: Path, rank: int, world: int) -> _Rank:
 def _watch(orders: Orders, ranks: Sequence[_Rank], sampled: Sampled) -> None:
     """Hear all ranks until each has ended, or one fails."""
     pids = {number: rank.process.pid for number, rank in enumerate(ranks)}
-    deadline = time.monotonic() + _START * orders.timeout
+    deadline = time.monotonic() + max(_START, orders.timeout)
     with selectors.DefaultSelector() as selector:
         for number, rank in enumerate(ranks):
             selector.register(rank.pipe, selectors.EVENT_READ, number)
@@ -130,7 +131,7 @@ def _heard(
     if "begin" in event:
         rank.case = event["begin"]
     elif "sample" in event:
-        sampled(event["sample"], event["seconds"], pids)
+        sampled(event["sample"], event["seconds"], event.get("processor"), pids)
     elif "end" in event:
         rank.ended = True
 
@@ -174,7 +175,7 @@ def _hanging(orders: Orders, ranks: Sequence[_Rank]) -> str:
     begun = [rank.case for rank in ranks if rank.case is not None]
     if not begun:
         return (
-            f"no rank began a collective within {_START * orders.timeout:.0f} s: the groups of "
+            f"no rank began a collective within {max(_START, orders.timeout):.0f} s: the groups of "
             f"ranks 0 to {len(ranks) - 1} could not be made"
         )
     stuck = [number for number, rank in enumerate(ranks) if not rank.ended]

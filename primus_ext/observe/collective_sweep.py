@@ -1,10 +1,12 @@
 """Measure the collectives of this machine with the real library, and write the times to a file.
 
     python -m primus_ext.observe.collective_sweep --processes 2 --out collectives.json
+    torchrun --nnodes 2 ... -m primus_ext.observe.collective_sweep --out collectives.json
 
 One process a device (NCCL, or RCCL by the same name), or processes on the cores of a host (gloo).
 All kinds, sizes, group sizes and, where numbers are added, number formats; all groups of a size at
-once.  Rounds go through all cases in changing order.  A collective that hangs and a rank that dies
+once.  Started by torchrun on several hosts it also measures groups with one member on each.
+Rounds go through all cases in changing order.  A collective that hangs and a rank that dies
 end the sweep with a sentence that names them; what was measured by then is written, whole.
 """
 
@@ -13,6 +15,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import itertools
 import os
 import sys
 import tempfile
@@ -21,7 +24,15 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from primus_ext.collective_samples import EXCHANGE, UNEVEN, Sample, Sweep, save
+from primus_ext.collective_samples import (
+    EXCHANGE,
+    HOST,
+    NETWORK,
+    UNEVEN,
+    Sample,
+    Sweep,
+    save,
+)
 from primus_ext.observe import collective_machine, collective_ranks
 from primus_ext.observe.collective_calls import ADDS, DTYPES, Case, fitting
 from primus_ext.observe.collective_ranks import SweepError
@@ -42,6 +53,8 @@ _KINDS = {
 KINDS = tuple(_KINDS)
 """What ``--kinds`` may name."""
 SMALLEST = 1024
+Times = dict[int, list[tuple[tuple[float, ...], float | None]]]
+"""By case and round: repetitions, and what of them took a core."""
 LARGEST = {"cuda": 256 << 20, "cpu": 32 << 20}
 """Bytes."""
 
@@ -51,6 +64,8 @@ class Wanted:
     """What to measure."""
 
     processes: int
+    """Of a host."""
+    hosts: int = 1
     device: str
     """cpu or cuda."""
     kinds: Sequence[str] = KINDS
@@ -91,16 +106,17 @@ def cases(wanted: Wanted) -> list[Case]:
     _check(wanted)
     sizes = wanted.sizes or usual_sizes(wanted.device)
     found: dict[Case, None] = {}
-    for name in wanted.kinds:
+    for name, tier in itertools.product(wanted.kinds, (HOST, NETWORK)):
         kind, variant = _KINDS[name]
-        groups: Sequence[int] = wanted.members or usual_members(wanted.processes)
+        most = wanted.processes if tier == HOST else wanted.hosts
+        groups = [n for n in wanted.members or usual_members(most) if n <= most]
         if kind is CollectiveKind.SEND_RECV and not variant:
-            groups = (2,)
+            groups = [2] if most >= 2 else []
         for members in groups:
             for dtype in wanted.dtypes if kind in ADDS else wanted.dtypes[:1]:
                 for size in (0,) if kind is CollectiveKind.BARRIER else sizes:
                     found[fitting(Case(kind=kind, variant=variant, dtype=dtype, members=members,
-                                       bytes=size))] = None  # fmt: skip
+                                       tier=tier, bytes=size))] = None  # fmt: skip
     return list(found)
 
 
@@ -111,13 +127,12 @@ def _check(wanted: Wanted) -> None:
         for value in values:
             if value not in legal:
                 raise SweepError(f"{name}={value} is not known: legal are {', '.join(legal)}", 2)
-    if wanted.processes < 2:
+    most = max(wanted.processes, wanted.hosts)
+    if most < 2:
         raise SweepError(f"processes={wanted.processes} is not legal: a group has 2 or more", 2)
     for members in wanted.members:
-        if not 2 <= members <= wanted.processes:
-            raise SweepError(
-                f"members={members} is not legal: groups have 2 to {wanted.processes} members", 2
-            )
+        if not 2 <= members <= most:
+            raise SweepError(f"members={members} is not legal: groups have 2 to {most} members", 2)
     for size in wanted.sizes:
         if size < 1:
             raise SweepError(f"sizes={size} is not legal: it must be positive", 2)
@@ -147,42 +162,49 @@ def sweep(
     asked = cases(wanted)
     if not out.parent.is_dir():
         raise SweepError(f"--out {out}: {out.parent} is not a folder", 2)
-    times: dict[int, list[tuple[float, ...]]] = defaultdict(list)
+    times: Times = defaultdict(list)
     failures: list[str] = []
 
-    def sampled(index: int, seconds: Sequence[float], pids: Mapping[int, int]) -> None:
-        times[index].append(tuple(seconds))
+    def sampled(
+        index: int, seconds: Sequence[float], worked: float | None, pids: Mapping[int, int]
+    ) -> None:
+        times[index].append((tuple(seconds), worked))
         if told is not None:
             told(sum(map(len, times.values())), len(asked) * wanted.rounds, pids)
 
     with tempfile.TemporaryDirectory(prefix="primus_ext_") as scratch:
-        orders = Orders(
-            cases=tuple(asked), device=wanted.device, hosts=1, rounds=wanted.rounds,
-            repetitions=wanted.repetitions, seconds=wanted.seconds, timeout=wanted.timeout,
-            rendezvous=f"file://{scratch}/rendezvous",
-        )  # fmt: skip
+        orders = orders_for(wanted, asked, f"file://{scratch}/rendezvous")
         try:
             collective_ranks.run(orders, wanted.processes, Path(scratch), sampled)
         except SweepError as error:
             failures.append(str(error))
             raise
         finally:
-            found = _found(wanted, asked, times, failures)
+            found = gathered(wanted, asked, times, failures)
             if found.samples:
                 save(found, out)
     return found
 
 
-def _found(
-    wanted: Wanted, asked: Sequence[Case], times: Mapping[int, Sequence[tuple[float, ...]]],
-    failures: Sequence[str],
+def orders_for(wanted: Wanted, asked: Sequence[Case], rendezvous: str) -> Orders:
+    """What the ranks are told."""
+    return Orders(
+        cases=tuple(asked), device=wanted.device, hosts=wanted.hosts, rounds=wanted.rounds,
+        repetitions=wanted.repetitions, seconds=wanted.seconds, timeout=wanted.timeout,
+        rendezvous=rendezvous,
+    )  # fmt: skip
+
+
+def gathered(
+    wanted: Wanted, asked: Sequence[Case], times: Times, failures: Sequence[str]
 ) -> Sweep:  # fmt: skip
     """Everything that was measured, as it is written."""
     machine = collective_machine.describe(wanted.device)
     samples = [
         Sample(
             **{field.name: getattr(asked[index], field.name) for field in dataclasses.fields(Case)},
-            seconds=tuple(rounds),
+            seconds=tuple(seconds for seconds, _ in rounds),
+            processor_s=tuple(worked for _, worked in rounds if worked is not None),
         )
         for index, rounds in sorted(times.items())
     ]  # fmt: skip
@@ -193,7 +215,8 @@ def _found(
     }  # fmt: skip
     return Sweep(
         backend="nccl" if wanted.device == "cuda" else "gloo", accelerator=accelerator,
-        product=machine.product, processes=wanted.processes, host_cores=machine.cores,
+        product=machine.product, processes=wanted.processes * wanted.hosts, hosts=wanted.hosts,
+        host_cores=machine.cores,
         versions=machine.versions, settings=settings, samples=tuple(samples),
         failures=tuple(failures),
     )  # fmt: skip
@@ -227,6 +250,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         0; 2 for what is not legal; 4 when a rank died or a collective hangs.
     """
     asked = vars(_arguments(arguments))
+    if "LOCAL_WORLD_SIZE" in os.environ:
+        from primus_ext.observe import collective_launched  # it takes this module's parts
+
+        return collective_launched.main(asked)
     out = asked.pop("out")
     device = asked.pop("device") or collective_machine.default_device()
     processes = asked.pop("processes") or collective_machine.default_processes(device)

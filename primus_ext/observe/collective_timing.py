@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections.abc import Callable
 
@@ -9,8 +10,9 @@ import torch
 
 from primus_ext.observe.collective_calls import Prepared
 
-Span = tuple[float, float]
-"""When one repetition began and ended, seconds of a clock."""
+Span = tuple[float, float, float]
+"""When one repetition began and ended, seconds of a clock, and for how long this process's threads
+had a core meanwhile."""
 
 
 def on_host(prepared: Prepared, repetitions: int, together: Callable[[], None]) -> list[Span]:
@@ -25,9 +27,10 @@ def on_host(prepared: Prepared, repetitions: int, together: Callable[[], None]) 
     for _ in range(repetitions):
         prepared.refill()
         together()
-        begun = time.perf_counter()
+        worked, begun = time.process_time(), time.perf_counter()
         prepared.run()
-        spans.append((begun, time.perf_counter()))
+        ended = time.perf_counter()
+        spans.append((begun, ended, time.process_time() - worked))
     return spans
 
 
@@ -50,7 +53,7 @@ def on_device(prepared: Prepared, repetitions: int, together: Callable[[], None]
         prepared.run()
         ended.record()
     torch.cuda.synchronize()
-    return [(0.0, begun.elapsed_time(ended) * 1e-3) for begun, ended in events]
+    return [(0.0, begun.elapsed_time(ended) * 1e-3, 0.0) for begun, ended in events]
 
 
 def of_group(members: list[list[Span]], share: float, common_clock: bool) -> list[float]:
@@ -67,8 +70,13 @@ def of_group(members: list[list[Span]], share: float, common_clock: bool) -> lis
     found = []
     for spans in zip(*members, strict=True):
         if common_clock:
-            seconds = max(end for _, end in spans) - max(begin for begin, _ in spans)
+            seconds = max(end for _, end, _ in spans) - max(begin for begin, _, _ in spans)
         else:
-            seconds = max(end - begin for begin, end in spans)
+            seconds = max(end - begin for begin, end, _ in spans)
         found.append(max(seconds, 1e-9) * share)
     return found
+
+
+def processor(members: list[list[Span]], share: float) -> float:
+    """Seconds of a core that a repetition takes a member: the median of all."""
+    return statistics.median(worked for spans in members for _, _, worked in spans) * share

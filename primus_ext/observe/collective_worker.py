@@ -10,6 +10,7 @@ import random
 import sys
 import time
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -43,20 +44,26 @@ class Orders:
     """Seconds after which a collective counts as hanging."""
     rendezvous: str
     """As ``init_process_group`` takes it."""
+    patience: float = 4.0
+    """Timeouts after which a rank gives up by itself: whoever watches it is to see it first."""
     seed: int = 1234
+
+
+Tell = Callable[[dict[str, Any]], None]
+"""Takes what a rank says: that it begins a case, what a case took, that it is through."""
 
 
 class _Rank:
     """This process in its groups."""
 
-    def __init__(self, orders: Orders, rank: int, world: int) -> None:
-        self.orders, self.rank, self.world = orders, rank, world
+    def __init__(self, orders: Orders, rank: int, world: int, tell: Tell) -> None:
+        self.orders, self.rank, self.world, self.tell = orders, rank, world, tell
         self.local = world // orders.hosts
         self.cuda = orders.device == "cuda"
         if self.cuda:
             torch.cuda.set_device(rank % self.local)
         self.device = torch.device(orders.device)
-        limit = datetime.timedelta(seconds=4 * orders.timeout)  # the parent sees to it first
+        limit = datetime.timedelta(seconds=orders.patience * orders.timeout)
         dist.init_process_group(
             "nccl" if self.cuda else "gloo", init_method=orders.rendezvous, rank=rank,
             world_size=world, timeout=limit,
@@ -66,7 +73,6 @@ class _Rank:
         self.groups: dict[tuple[str, int], Any] = {}
         for tier, members in dict.fromkeys((c.tier, c.members) for c in orders.cases):
             self.groups[tier, members] = self._join(tier, members, limit)
-        self.pipe = int(os.environ[PIPE])
 
     def _join(self, tier: str, members: int, limit: datetime.timedelta) -> Any:
         """This rank's group of so many, None where it is in none."""
@@ -77,10 +83,6 @@ class _Rank:
                 mine = group
         return mine
 
-    def tell(self, **event: Any) -> None:
-        """Write an event; one write, so that it arrives whole."""
-        os.write(self.pipe, (json.dumps({"rank": self.rank, **event}) + "\n").encode())
-
     def together(self) -> None:
         """Wait for all ranks."""
         if self.cuda:
@@ -90,7 +92,7 @@ class _Rank:
     def measure(self, index: int, round_: int) -> None:
         """One case in one round; the first rank tells the times of its group and of all others."""
         case = self.orders.cases[index]
-        self.tell(begin=index)
+        self.tell({"begin": index})
         group = self.groups[case.tier, case.members]
         prepared = None
         if group is not None:
@@ -141,7 +143,11 @@ class _Rank:
         ]
         # all groups are at it at once; each repetition is over with the slowest of them
         seconds = [max(one) for one in zip(*by_group, strict=True)]
-        self.tell(sample=index, round=round_, seconds=seconds)
+        event = {"sample": index, "round": round_, "seconds": seconds}
+        if not self.cuda:
+            members = [everyone[rank] for ranks in groups for rank in ranks]
+            event["processor"] = collective_timing.processor(members, share)
+        self.tell(event)
 
 
 def groups_of(tier: str, members: int, local: int, hosts: int) -> list[list[int]]:
@@ -168,17 +174,34 @@ def orders_of(plain: dict[str, Any]) -> Orders:
 
 
 def main(path: str, rank: int, world: int) -> None:
-    """Run all rounds.
+    """Run what a file says, and write events to the pipe.
 
     Args:
         path: File with the orders.
         rank: Of this process.
         world: Processes.
     """
-    warnings.filterwarnings("ignore", category=FutureWarning)  # names that Megatron still calls
     with open(path, encoding="utf-8") as file:
         orders = orders_of(json.load(file))
-    mine = _Rank(orders, rank, world)
+    pipe = int(os.environ[PIPE])
+
+    def tell(event: dict[str, Any]) -> None:
+        os.write(pipe, (json.dumps(event) + "\n").encode())  # one write, so that it arrives whole
+
+    run(orders, rank, world, tell)
+
+
+def run(orders: Orders, rank: int, world: int, tell: Tell) -> None:
+    """Measure all cases in all rounds, together with the other ranks.
+
+    Args:
+        orders: The same on every rank.
+        rank: Of this process.
+        world: Processes.
+        tell: Hears what happens here.
+    """
+    warnings.filterwarnings("ignore", category=FutureWarning)  # names that Megatron still calls
+    mine = _Rank(orders, rank, world, tell)
     order = random.Random(orders.seed)
     for round_ in range(orders.rounds):
         indices = list(range(len(orders.cases)))
@@ -186,7 +209,7 @@ def main(path: str, rank: int, world: int) -> None:
         for index in indices:
             mine.measure(index, round_)
     mine.together()
-    mine.tell(end=True)
+    tell({"end": True})
     dist.destroy_process_group()
 
 

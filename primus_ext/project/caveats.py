@@ -74,7 +74,8 @@ def not_modelled(plan: Plan, stages: Sequence[RankTrace], cluster: Cluster) -> t
     if cores is not None and not cluster.hides_communication:
         lines.append(
             f"communication beside computation: {cluster.gpus_per_node} processes have "
-            f"{cores.value:.0f} core(s), so none is counted as hidden"
+            f"{cores.value:.0f} core(s), so what of it takes a core is not hidden, and of "
+            "overlapped pipeline transfers nothing"
         )
     if cluster.accelerator.vendor == "amd":
         lines.append("ROCm's own Transformer Engine kernels: the ops are those of NVIDIA's wheel")

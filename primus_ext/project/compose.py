@@ -307,7 +307,7 @@ class _Step:
         self._buckets = [kept.buckets(trace, sharded) for trace in stages]
         self._forward = [[c.forward.seconds for c in t.chunks] for t in self._times]
         self._backward = [[c.backward.seconds for c in t.chunks] for t in self._times]
-        self._first = data_parallel.first_waits(self._timed, run, self._buckets, self._forward)
+        self._first = data_parallel.first_waits(plan, run, self._buckets, self._forward)
         self._boundaries: list[tuple[int, int, int]] = []
         self._boundary = self._boundary_seconds()
         self.timeline: Timeline
@@ -330,13 +330,13 @@ class _Step:
 
     def _after(self, rank: int) -> tuple[float, float]:
         """Seconds of the optimizer step, and of gathering parameters that nothing hides."""
-        overlap = self._timed.parallelism.overlap_param_gather
+        overlap = self.plan.parallelism.overlap_param_gather
         gather = 0.0 if overlap else sum(b.gather_s for b in self._buckets[rank])
         return self._times[rank].step.seconds, gather
 
     def _reduced(self, rank: int) -> float:
         return data_parallel.reduced_at(
-            self._timed, self._code.shape, self.timeline, rank, self._buckets[rank],
+            self.plan, self._code.shape, self.timeline, rank, self._buckets[rank],
             self._backward[rank],
         )  # fmt: skip
 
@@ -383,16 +383,18 @@ class _Step:
 
     def communication_width(self) -> float | None:
         """Half width of the interval of communication, where it was measured."""
-        return measured_evidence.half_width(
-            self.stages, self.kept.cost, self.plan, self._boundaries
-        )
+        return measured_evidence.half_width(self._collectives)
 
     def _evidence(self, name: TermName, schedule: str | None) -> str:
         own = self.measured.words if self.measured else ""
         modelled = evidence.of(name, self.plan, self.kept.cluster, schedule, own)
-        return measured_evidence.of(
-            name, modelled, self.stages, self.kept.cost, self.plan, self._boundaries
-        )
+        return measured_evidence.of(name, modelled, self.kept.cost, self._collectives)
+
+    @functools.cached_property
+    def _collectives(self) -> measured_evidence.ByTerm:
+        """Prices of collectives by term, where some are measured."""
+        sharded = self.plan.parallelism.distributed_optimizer
+        return measured_evidence.prices(self.stages, self.kept, sharded, self._boundaries)
 
     @functools.cached_property
     def job(self) -> Job:

@@ -30,6 +30,9 @@ class BucketTimes:
     """Of the parameters that the same chunk reduces over the same group."""
     reduce_s: float
     gather_s: float
+    reduce_working_s: float = 0.0
+    """Part that takes the cores that compute, so that nothing hides it."""
+    gather_working_s: float = 0.0
 
 
 def bucket_times(cost: CostModel, trace: RankTrace, sharded: bool) -> list[BucketTimes]:
@@ -51,9 +54,12 @@ def bucket_times(cost: CostModel, trace: RankTrace, sharded: bool) -> list[Bucke
     for bucket in trace.buckets:
         share = bucket.parameters / max(1, totals[bucket.chunk, bucket.group])
         reduce, gather = collectives_of(cost, bucket, sharded)
-        reduce_s = _seconds(cost, trace, reduce)
-        gather_s = _seconds(cost, trace, gather) * bucket.gathers if gather else 0.0
-        times.append(BucketTimes(bucket.chunk, bucket.group, share, reduce_s, gather_s))
+        reduce_s, reducing = _seconds(cost, trace, reduce)
+        gather_s, gathering = _seconds(cost, trace, gather) if gather else (0.0, 0.0)
+        times.append(
+            BucketTimes(bucket.chunk, bucket.group, share, reduce_s, gather_s * bucket.gathers,
+                        reducing, gathering * bucket.gathers)
+        )  # fmt: skip
     return times
 
 
@@ -75,7 +81,8 @@ def collectives_of(
                               bytes=bucket.param_bytes, dtype="")  # fmt: skip
 
 
-def _seconds(cost: CostModel, trace: RankTrace, collective: Collective) -> float:
+def _seconds(cost: CostModel, trace: RankTrace, collective: Collective) -> tuple[float, float]:
+    """Of a collective, and of these what takes cores that compute."""
     ranks = trace.groups.get(collective.group)
     if ranks is None:
         raise CostError(
@@ -83,8 +90,9 @@ def _seconds(cost: CostModel, trace: RankTrace, collective: Collective) -> float
             f"{', '.join(trace.groups)}"
         )
     if len(ranks) == 1 or not collective.bytes:
-        return 0.0
-    return cost.collective_seconds(collective, ranks).seconds
+        return 0.0, 0.0
+    priced = cost.collective_seconds(collective, ranks)
+    return priced.seconds, 0.0 if cost.cluster.hides_communication else priced.processor_s
 
 
 def first_forward_waits(
@@ -105,7 +113,9 @@ def first_forward_waits(
     beside: dict[tuple[int, str], float] = {}
     for bucket in reversed(buckets):
         key = (bucket.chunk, bucket.group)
-        waits[bucket.chunk] += max(0.0, bucket.gather_s - beside.get(key, 0.0))
+        working = bucket.gather_working_s
+        waits[bucket.chunk] += working
+        waits[bucket.chunk] += max(0.0, bucket.gather_s - working - beside.get(key, 0.0))
         beside[key] = bucket.share * forward[bucket.chunk]
     return waits
 
@@ -171,8 +181,8 @@ def reduced_at(
     starts = _starts(plan, shape, timeline, rank, buckets, backward)
     free = 0.0
     for start, bucket in sorted(zip(starts, buckets, strict=True), key=lambda pair: pair[0]):
-        free = max(free, start) + bucket.reduce_s
-    return max(finish, free)
+        free = max(free, start) + bucket.reduce_s - bucket.reduce_working_s
+    return max(finish, free) + sum(bucket.reduce_working_s for bucket in buckets)
 
 
 def _starts(

@@ -95,6 +95,14 @@ class Pricer:
             raise CostError(f"op {op.name} of family {op.family} says nothing of its collective")
         return self._cost.remote_seconds(op, self.ranks(op.collective)).seconds
 
+    def processor_share(self, index: int) -> float:
+        """Of a collective or transfer without engines of its own, the part that takes a core."""
+        op = self._trace.ops[index]
+        if op.collective is None:
+            return 0.0
+        priced = self._cost.remote_seconds(op, self.ranks(op.collective))
+        return priced.processor_s / priced.seconds if priced.seconds else 0.0
+
     def ranks(self, collective: Collective) -> tuple[int, ...]:
         """Members of a collective's group.
 
@@ -132,9 +140,10 @@ class _Stream:
         self._lasts = observed.AS_MODELLED
         """How long the part that is accounted for lasts."""
         blocking = self._host is not None and self._host.blocking
-        self._serial = blocking or not cost.cluster.hides_communication
-        """Whether the host waits for every call, or communication takes the cores that compute, so
-        that nothing runs beside anything."""
+        self._serial = blocking
+        """Whether the host waits for every call, so that nothing runs beside anything."""
+        self._shares_cores = not cost.cluster.hides_communication
+        """Whether communication takes the cores that compute."""
 
     def run(
         self, calls: Sequence[Call], scope: ScopeKind | None,
@@ -206,17 +215,34 @@ class _Stream:
     def account(self, entries: Sequence[_Entry]) -> None:
         """Account for calls of several parts, which may overlap."""
         queues: dict[str, list[int]] = {}
-        tasks = []
-        for place, entry in enumerate(entries):
+        tasks: list[lanes.Task] = []
+        owners: list[int] = []
+        for owner, entry in enumerate(entries):
             task = self._task(entry.call, queues)
-            tasks.append(task)
+            if task.asynchronous and self._shares_cores:
+                working, task = self._worked(entry.call, task)
+                tasks.append(working)
+                owners.append(owner)
             name = task.lane if task.asynchronous else entry.call.stream
-            queues.setdefault(name, []).append(place)
+            queues.setdefault(name, []).append(len(tasks))
+            tasks.append(task)
+            owners.append(owner)
         names = [self._names(entry) for entry in entries]
-        for entry, (term, _), task in zip(entries, names, tasks, strict=True):
-            entry.ledger.hidden(term, task.seconds)
+        for owner, task in zip(owners, tasks, strict=True):
+            entries[owner].ledger.hidden(names[owner][0], task.seconds)
         for place, seconds in lanes.shares(tasks):
-            entries[place].ledger.waited(*names[place], seconds)
+            owner = owners[place]
+            entries[owner].ledger.waited(*names[owner], seconds)
+
+    def _worked(self, call: Call, task: lanes.Task) -> tuple[lanes.Task, lanes.Task]:
+        """An asynchronous call whose work takes a core: that, as if it computed, and the rest."""
+        working = task.seconds * self._pricer.processor_share(call.op)
+        return (
+            dataclasses.replace(
+                task, seconds=working, lane=lanes.DEVICE, asynchronous=False, after=()
+            ),
+            dataclasses.replace(task, seconds=task.seconds - working),
+        )
 
     def _task(self, call: Call, queues: dict[str, list[int]]) -> lanes.Task:
         op, seconds = self._ops[call.op], self._pricer.seconds(call.op)

@@ -1,4 +1,4 @@
-"""Jobs whose asynchronous communication runs beside nothing."""
+"""Jobs whose asynchronous communication takes the cores that compute."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from primus_ext.plan import Plan
 
 
 def as_timed(plan: Plan, cluster: Cluster) -> Plan:
-    """The plan by whose switches a step is timed.
+    """The plan by whose switches pipeline transfers, and other schedules, are timed.
 
-    Where communication takes the cores that compute, what is issued early takes as long as what is
-    issued when it is needed: the same plan without its overlaps.
+    Where communication takes the cores that compute, what is issued early takes about as long as
+    what is issued when it is needed: the same plan without its overlaps.
     """
     if cluster.hides_communication:
         return plan

@@ -5,8 +5,10 @@
 
 What is held out is fixed here, before anything is measured: of sizes those half way between powers
 of two, of groups those of 3.  Sizes that are fitted and held out take turns in every round, in
-changing order.  A time is the least of its rounds' medians: what else runs on the machine only ever
-adds, and differently in each round.  Writes validation/gloo_collectives.md.
+changing order.  A time is the lower decile of its repetitions: what else runs on the machine only
+ever adds (:attr:`primus_ext.collective_samples.Sample.quietest`).  That, and how much noise a new
+line must beat, was settled on one sweep; the page is of another.  Writes
+validation/gloo_collectives.md.
 """
 
 from __future__ import annotations
@@ -171,7 +173,7 @@ def page(sweeps: Sequence[Sweep]) -> str:
 
 def main() -> None:
     """Measure, score and write."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(description="Errors of gloo's lines on held-out times.")
     parser.add_argument("--keep", type=Path, help="folder for the times, used again if there")
     parser.add_argument("--rounds", type=int, default=7)
     asked = parser.parse_args()
