@@ -34,9 +34,8 @@ class ProjectionCallback(Callback):
 
         Args:
             settings: ``mode``, ``context`` and optionally ``out``, ``fail_on``, ``cache``,
-                ``routing``, ``schedule`` (as the files of the ``projection`` group have them) and
-                ``target_cluster`` (content of
-                such a file).
+                ``routing``, ``expert_skew``, ``rank_cv``, ``schedule`` (as the files of the
+                ``projection`` group have them) and ``target_cluster`` (content of such a file).
 
         Raises:
             SystemExit: always, but in the child process of a projection.
@@ -95,8 +94,7 @@ def _text(value: Any) -> str | None:
 
 
 def _check(settings: Mapping[str, Any], surroundings: Mapping[str, Any]) -> None:
-    legal = ("mode", "out", "fail_on", "cache", "routing", "schedule", "target_cluster",
-             "context")  # fmt: skip
+    legal = ("mode", *typed.OPTIONS, "target_cluster", "context")
     unknown = sorted(set(settings) - set(legal))
     if unknown:
         raise UsageError(
@@ -146,6 +144,8 @@ def _request(
         fail_on=given.get("fail_on") or settings.get("fail_on"),
         cache=_switch(given.get("cache", settings.get("cache"))),
         routing=_path(given.get("routing") or settings.get("routing")),
+        expert_skew=_text(given.get("expert_skew", settings.get("expert_skew"))),
+        rank_cv=_text(given.get("rank_cv", settings.get("rank_cv"))),
         schedule=_text(given.get("schedule", settings.get("schedule"))),
         removed=tuple(ours),
         name=model,

@@ -48,8 +48,8 @@ def of_root(root: DictConfig) -> dict[str, Any]:
 
     Returns:
         ``multirun``; ``directory``, Hydra's output folder; ``out``, ``fail_on``, ``cache``,
-        ``schedule`` and ``routing`` as composed below ``projection`` (the user's own key of that
-        name, where ours were not typed).
+        ``schedule``, ``routing``, ``expert_skew`` and ``rank_cv`` as composed below ``projection``
+        (the user's own key of that name, where ours were not typed).
     """
     mode = OmegaConf.select(root, "hydra.mode")
     multirun = getattr(mode, "name", mode) == "MULTIRUN"
@@ -63,6 +63,8 @@ def of_root(root: DictConfig) -> dict[str, Any]:
         "out": node.get("out"),
         "fail_on": node.get("fail_on"),
         "routing": node.get("routing"),
+        "expert_skew": node.get("expert_skew"),
+        "rank_cv": node.get("rank_cv"),
         "cache": node.get("cache"),
         "schedule": node.get("schedule"),
         "model": OmegaConf.select(root, "hydra.runtime.choices.model"),

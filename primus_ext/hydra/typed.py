@@ -20,7 +20,7 @@ from primus_ext.runner import MODES, target
 GROUPS = ("projection", "target_cluster", "recipe")
 """Config groups that we put on Hydra's search path, each when it is asked for."""
 CALLBACK = "hydra.callbacks.primus_projection"
-OPTIONS = ("out", "fail_on", "cache", "routing", "schedule")
+OPTIONS = ("out", "fail_on", "cache", "routing", "expert_skew", "rank_cv", "schedule")
 """Keys that may be typed below ``projection``: ``+projection.out=DIR``."""
 
 _MENTION = re.compile(rf"[+~].*|{re.escape(CALLBACK)}.*|hydra(\.callbacks)?=.*", re.DOTALL)

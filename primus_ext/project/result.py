@@ -172,6 +172,22 @@ class Row:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertImbalance:
+    """Tokens of the busiest expert-parallel rank over the mean of its group."""
+
+    per_layer: dict[str, float]
+    """By number of the layer, from 1; of pipeline ranks that do the same, those of one."""
+    largest: float
+    """Of them."""
+    gating: float
+    """The busiest ranks' tokens of all layers of a pipeline rank over the mean's: what experts of
+    a step wait for."""
+    pooled: float
+    """Tokens of the busiest rank over all layers of a pipeline rank over the mean: what one rank
+    holds."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ScheduleRow:
     """The job under one pipeline schedule."""
 
@@ -221,4 +237,6 @@ class Projection:
     :data:`primus_ext.project.inventory.MOST_ROWS` rows."""
     schedules: tuple[ScheduleRow, ...] = ()
     """The schedule that was asked for beside the program's own, or all of them."""
+    expert_imbalance: ExpertImbalance | None = None
+    """None where every expert gets the same number of tokens."""
     schema_version: int = SCHEMA_VERSION

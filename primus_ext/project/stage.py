@@ -270,6 +270,18 @@ def _whole_step(stream: _Stream, trace: RankTrace, microbatches: int) -> StageTi
     return StageTimes((ChunkTimes(ahead, back),), step)
 
 
+def gated(trace: RankTrace) -> RankTrace:
+    """A trace for its times alone: its layers as their busiest expert-parallel ranks run them."""
+    load = trace.experts
+    if load is None or not load.segments:
+        return trace
+    chunks = tuple(
+        dataclasses.replace(chunk, segments=segments)
+        for chunk, segments in zip(trace.chunks, load.segments, strict=True)
+    )
+    return dataclasses.replace(trace, ops=load.ops, chunks=chunks, step=(), experts=None)
+
+
 def _issued(stream: _Stream, chunk: ChunkTrace, ahead: Ledger, back: Ledger) -> None:
     """Add the host's time to a microbatch that was priced as a whole."""
     stream.issue(ahead, [(s, s.forward, s.count) for s in chunk.segments])
@@ -278,6 +290,8 @@ def _issued(stream: _Stream, chunk: ChunkTrace, ahead: Ledger, back: Ledger) -> 
 
 def price(cost: CostModel, trace: RankTrace, microbatches: int = 1) -> StageTimes:
     """Seconds of everything that one rank does for a microbatch and for a step.
+
+    In every layer it waits for the expert-parallel rank with most tokens.
 
     Args:
         cost: Prices on the target.
@@ -288,7 +302,10 @@ def price(cost: CostModel, trace: RankTrace, microbatches: int = 1) -> StageTime
         CostError: An op or collective has no price.
         ClusterError: The accelerator lacks a precision that the trace uses.
     """
-    stream = _Stream(cost, trace)
+    own, step = _Stream(cost, trace), trace.step
+    busiest = gated(trace)
+    stream = own if busiest is trace else _Stream(cost, busiest)
+    trace = busiest
     if trace.chunks[0].microbatches:
         return _whole_step(stream, trace, microbatches)
     chunks = []
@@ -302,9 +319,9 @@ def price(cost: CostModel, trace: RankTrace, microbatches: int = 1) -> StageTime
             ahead.add(part.forward, segment.count)
             back.add(part.backward, segment.count)
         chunks.append(ChunkTimes(ahead, back, stream.weight(chunk.segments), parts))
-    step = stream.run(trace.step, None)
-    stream.issue(step, [(None, trace.step, 1)])
-    return StageTimes(tuple(chunks), step)
+    at_the_end = own.run(step, None)
+    own.issue(at_the_end, [(None, step, 1)])
+    return StageTimes(tuple(chunks), at_the_end)
 
 
 def parts_overlap(trace: RankTrace, chunk: ChunkTrace) -> bool:

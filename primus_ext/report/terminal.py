@@ -56,6 +56,7 @@ def _parts(projection: Projection, width: int) -> list[RenderableType]:
     found: list[RenderableType] = [Text(), _headline(projection), _job(projection), Text()]
     found += [_throughput(projection), Text(), *_memory(projection, width), Text()]
     found += [Text("Where the time goes", style="bold"), _time(projection, width)]
+    found += _experts(projection)
     found += schedules(projection, width)
     if width <= _NARROW:
         found += _list("Evidence", _evidence(projection), "dim")
@@ -104,6 +105,21 @@ def _throughput(projection: Projection) -> Text:
     text.append(f"{found.tokens_per_s_per_gpu:,.0f} tokens/s/GPU", style="bold")
     text.append(f",  {found.model_tflops_per_gpu:,.1f} model TFLOP/s/GPU,  MFU ")
     return text.append(percent(found.mfu))
+
+
+def _experts(projection: Projection) -> list[RenderableType]:
+    """How uneven the experts' load is, where it is."""
+    found = projection.expert_imbalance
+    if found is None:
+        return []
+    return [
+        Text(),
+        Text("Expert load, busiest rank over the mean", style="bold"),
+        Text(
+            f"{found.gating:.2f} in the layers, for which the others wait (at most "
+            f"{found.largest:.2f}); {found.pooled:.2f} pooled over a step"
+        ),
+    ]
 
 
 def _memory(projection: Projection, width: int) -> list[RenderableType]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import math
 import shutil
 import traceback
 from collections.abc import Mapping
@@ -46,6 +47,11 @@ class Request:
     fail_on: str | None = None
     routing: str | None = None
     """Absolute path of recorded token counts of experts, None for balanced ones."""
+    expert_skew: str | None = None
+    """Tokens of each layer's busiest expert-parallel rank over the mean, as typed; None: 1."""
+    rank_cv: str | None = None
+    """Standard deviation of one rank's step time over its mean, as typed; None: nothing is said of
+    stragglers."""
     schedule: str | None = None
     """Pipeline schedule to price the step with, or ``all`` to compare them; None: the program's."""
     cache: str = "on"
@@ -100,11 +106,56 @@ def _project(request: Request) -> Outcome:
             f"+projection.cache={request.cache} is unknown; legal: {', '.join(CACHE)}"
         )
     _check_schedule(request.schedule)
+    skew, rank_cv = _skew(request), number("rank_cv", request.rank_cv, 0.0, 0.5)
     cluster = _cluster(request)
-    projection, drawing = _composed(request, mode, cluster, notes)
+    projection, drawing = _composed(request, mode, cluster, notes, skew)
+    if rank_cv:
+        projection = _with_stragglers(projection, rank_cv)
     path = _write(projection, drawing, request.out)
     _show(projection)
     return _judged(projection.memory.verdict, request.fail_on, path)
+
+
+def number(option: str, text: str | None, low: float, high: float) -> float | None:
+    """The number that was typed for an option, None where nothing was.
+
+    Raises:
+        UsageError: It is none, or not within the bounds.
+    """
+    if text is None:
+        return None
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not low <= value <= high:
+        raise UsageError(
+            f"+projection.{option}={text} is not legal: it must be a number from {low:g} to "
+            f"{high:g}"
+        )
+    return value
+
+
+def _skew(request: Request) -> float | None:
+    """How uneven the experts' tokens are, if that was asked for."""
+    skew = number("expert_skew", request.expert_skew, 1.0, math.inf)
+    if skew is not None and request.routing is not None:
+        raise UsageError(
+            f"+projection.expert_skew={request.expert_skew} is not legal with +projection.routing: "
+            "recorded counts say how uneven the load is, so drop one of them"
+        )
+    return skew
+
+
+def _with_stragglers(projection: Projection, cv: float) -> Projection:
+    """The projection with a line on what slow ranks would add."""
+    from primus_ext.project.imbalance import straggler_note
+
+    found = projection.throughput
+    note = straggler_note(
+        projection.plan.parallelism.world_size, cv, found.step_s, found.interval["level"]
+    )
+    return dataclasses.replace(projection, warnings=(*projection.warnings, note))
 
 
 def _check_schedule(name: str | None) -> None:
@@ -155,14 +206,14 @@ def _cluster(request: Request) -> Cluster:
 
 
 def _composed(
-    request: Request, mode: str, cluster: Cluster, notes: list[str]
+    request: Request, mode: str, cluster: Cluster, notes: list[str], skew: float | None = None
 ) -> tuple[Projection, StepTimeline]:
     from primus_ext.report.progress import ProgressBar
     from primus_ext.runner import emulation
 
     with ProgressBar() as bar:
         answer = tracing.answer(
-            _question(request, mode, cluster),
+            _question(request, mode, cluster, skew),
             request.command.options,
             request.scratch,
             request.out / "child.log",
@@ -186,7 +237,9 @@ def _table(path: str) -> Any:
         ) from error
 
 
-def _question(request: Request, mode: str, cluster: Cluster) -> dict[str, Any]:
+def _question(
+    request: Request, mode: str, cluster: Cluster, skew: float | None = None
+) -> dict[str, Any]:
     """What the bootstrap is asked; see :mod:`primus_ext.emulate.bootstrap`."""
     from primus_ext.runner import emulation
 
@@ -199,6 +252,7 @@ def _question(request: Request, mode: str, cluster: Cluster) -> dict[str, Any]:
         "overrides_removed": list(request.removed),
         "name": request.name,
         **({} if request.routing is None else {"routing": _table(request.routing)}),
+        **({} if skew is None else {"expert_skew": skew}),
         **emulation.question(cluster),
     }
 

@@ -1,4 +1,4 @@
-"""How many tokens each expert gets: the same number, or what was recorded in a real run."""
+"""How many tokens each expert gets: the same number, what was recorded, or as skewed as asked."""
 
 from __future__ import annotations
 
@@ -116,7 +116,119 @@ def balanced(tokens: int, experts: int, topk: int) -> tuple[int, ...]:
     return tuple(base + (expert < extra) for expert in range(experts))
 
 
+def counts_of(layer: str) -> tuple[int, ...] | None:
+    """What was recorded of a layer, None where nothing was."""
+    recorded = table()
+    return recorded.layers.get(layer) if recorded else None
+
+
+def skew() -> float | None:
+    """Copies on the busiest expert-parallel rank of every layer over the mean, if asked for."""
+    given = current().request.get("expert_skew")
+    return None if given is None else float(given)
+
+
+def is_uneven() -> bool:
+    """Whether experts get different numbers of tokens."""
+    return table() is not None or skew() is not None
+
+
+def layer_is_moe(config: Any) -> tuple[bool, ...]:
+    """For each transformer layer, whether it is a mixture of experts."""
+    layers = config.num_layers
+    if not config.num_moe_experts:
+        return (False,) * layers
+    frequency = config.moe_layer_freq
+    if isinstance(frequency, int):
+        return tuple(index % frequency == 0 for index in range(layers))
+    return tuple(bool(f) for f in frequency)
+
+
+def _place(layer: str, config: Any) -> int:
+    """Which of the model's mixture-of-experts layers it is, from 0; predictions come last."""
+    moe = layer_is_moe(config)
+    if layer.startswith("mtp."):
+        return sum(moe) + int(layer.removeprefix("mtp.")) - 1
+    return sum(moe[: int(layer) - 1])
+
+
+def skewed(place: int, tokens: int, config: Any, factor: float) -> tuple[int, ...]:
+    """Copies that each expert gets where one expert-parallel rank gets ``factor`` times the mean.
+
+    The other ranks share what is left alike, and so do the experts of a rank.  The busiest rank is
+    the next one in every layer: which one it is changes from layer to layer in trained models.
+
+    Args:
+        place: Of the layer among the mixture-of-experts layers, from 0.
+        tokens: That choose.
+        config: Megatron's transformer config.
+        factor: From 1 to the smaller of ``ep`` and ``experts / topk``.
+
+    Raises:
+        ProgramError: The factor is not legal.
+    """
+    experts, topk = config.num_moe_experts, config.moe_router_topk
+    ep = config.expert_model_parallel_size
+    most = min(ep, experts / topk)
+    if not 1 <= factor <= most:
+        raise ProgramError(
+            f"expert_skew={factor:g} is not legal: the busiest of ep={ep} ranks gets from 1 to "
+            f"{most:g} times the mean (a token goes to {topk} of {experts} different experts)"
+        )
+    rest = (ep - factor) / (ep - 1) if ep > 1 else 1.0
+    exact = [
+        tokens * topk / experts * (factor if rank == place % ep else rest)
+        for rank in range(ep) for _ in range(experts // ep)
+    ]  # fmt: skip
+    whole = [int(n) for n in exact]
+    order = sorted(range(experts), key=lambda e: (whole[e] - exact[e], e))
+    for expert in order[: tokens * topk - sum(whole)]:
+        whole[expert] += 1
+    return tuple(min(n, tokens) for n in whole)
+
+
+def by_rank(counts: Sequence[int], config: Any) -> tuple[int, ...]:
+    """Copies that each expert-parallel rank gets."""
+    local = config.num_moe_experts // config.expert_model_parallel_size
+    return tuple(sum(counts[e : e + local]) for e in range(0, len(counts), local))
+
+
+_stands_in: int | None = None
+"""The expert-parallel rank that does, in every layer, what the busiest one does there."""
+
+
+def stand_in(rank: int) -> None:
+    """Be the busiest rank of every layer from now on; meant for a fork.
+
+    Args:
+        rank: The expert-parallel rank of this process.
+    """
+    global _stands_in
+    _stands_in = rank
+
+
+def _seen(counts: tuple[int, ...], config: Any) -> int:
+    """By how many expert-parallel ranks the experts are moved round, so that we are the busiest."""
+    if _stands_in is None:
+        return 0
+    loads = by_rank(counts, config)
+    return _stands_in - loads.index(max(loads))
+
+
+def _moved(values: Sequence[int], places: int) -> tuple[int, ...]:
+    """Values moved round by so many places."""
+    at = -places % len(values)
+    return (*values[at:], *values[:at])
+
+
 def copies(layer: str, tokens: int, config: Any) -> tuple[int, ...]:
+    """As :func:`chosen`, in the order in which this process sees the experts."""
+    counts = chosen(layer, tokens, config)
+    local = config.num_moe_experts // config.expert_model_parallel_size
+    return _moved(counts, _seen(counts, config) * local)
+
+
+def chosen(layer: str, tokens: int, config: Any) -> tuple[int, ...]:
     """Copies that each expert gets of one rank's tokens in one layer, after token dropping.
 
     Args:
@@ -125,12 +237,13 @@ def copies(layer: str, tokens: int, config: Any) -> tuple[int, ...]:
         config: Megatron's transformer config.
     """
     experts, topk = config.num_moe_experts, config.moe_router_topk
-    recorded = table()
-    counts = (
-        balanced(tokens, experts, topk)
-        if recorded is None
-        else recorded.row(layer, tokens, experts, topk)
-    )
+    recorded, asked = table(), skew()
+    if recorded is not None:
+        counts = recorded.row(layer, tokens, experts, topk)
+    elif asked is not None:
+        counts = skewed(_place(layer, config), tokens, config, asked)
+    else:
+        counts = balanced(tokens, experts, topk)
     factor = config.moe_expert_capacity_factor
     if factor is None:
         return counts
@@ -200,8 +313,9 @@ def group_load(layer: str, tokens: int, config: Any, *, rank: int, etp: int, per
 
     recorded = table()
     known = recorded.ranks.get(layer) if recorded else None
+    places = _seen(chosen(layer, tokens, config), config)
     to_ep = (
-        scaled(known, tokens, recorded.tokens)
+        _moved(scaled(known, tokens, recorded.tokens), places)
         if known and recorded
         else tuple(distinct(e, e + 1) for e in range(ep))
     )
@@ -216,13 +330,20 @@ def group_load(layer: str, tokens: int, config: Any, *, rank: int, etp: int, per
     )  # fmt: skip
 
 
+def of_layers(layers: Sequence[str], config: Any) -> dict[str, tuple[int, ...]]:
+    """Layer to copies that each expert-parallel rank gets of the same number of tokens."""
+    recorded = table()
+    tokens = recorded.tokens if recorded else config.num_moe_experts * _TOKENS
+    return {layer: by_rank(chosen(layer, tokens, config), config) for layer in layers}
+
+
+_TOKENS = 1024
+"""Tokens for each expert, of which skewed loads are told."""
+
+
 def heaviest_ep_rank(layers: Sequence[str], config: Any) -> int:
     """The expert-parallel rank that gets the most tokens over the given layers; 0 if all alike."""
-    recorded = table()
-    if recorded is None:
+    if not is_uneven() or not layers:
         return 0
-    ep = config.expert_model_parallel_size
-    local = config.num_moe_experts // ep
-    rows = [copies(layer, recorded.tokens, config) for layer in layers]
-    loads = [sum(sum(row[e * local : (e + 1) * local]) for row in rows) for e in range(ep)]
-    return loads.index(max(loads)) if rows else 0
+    loads = [sum(ranks) for ranks in zip(*of_layers(layers, config).values(), strict=True)]
+    return loads.index(max(loads))

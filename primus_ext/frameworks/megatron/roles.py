@@ -6,17 +6,7 @@ from typing import Any
 
 from primus_ext.emulate.session import ProgramError
 from primus_ext.frameworks.megatron import expert_load, hybrid
-
-
-def layer_is_moe(config: Any) -> tuple[bool, ...]:
-    """For each transformer layer, whether it is a mixture of experts."""
-    layers = config.num_layers
-    if not config.num_moe_experts:
-        return (False,) * layers
-    frequency = config.moe_layer_freq
-    if isinstance(frequency, int):
-        return tuple(index % frequency == 0 for index in range(layers))
-    return tuple(bool(f) for f in frequency)
+from primus_ext.frameworks.megatron.expert_load import layer_is_moe
 
 
 def stage_chunks(config: Any, pp_rank: int) -> list[tuple[str, ...]]:
@@ -97,16 +87,20 @@ def predictions_before(config: Any, stage: int) -> int:
 def distinct_stages(arguments: Any, config: Any) -> list[tuple[int, ...]]:
     """Pipeline ranks grouped by what they hold; the first of each group is run."""
     groups: dict[tuple, list[int]] = {}
-    recorded = expert_load.table()
     for pp_rank in range(config.pipeline_model_parallel_size):
         # with recorded counts no two layers are alike
-        counts = (
-            tuple(recorded.layers.get(name) for name in moe_layers(config, pp_rank))
-            if recorded
-            else ()
-        )
+        counts = ()
+        if expert_load.table() is not None:
+            counts = tuple(expert_load.counts_of(name) for name in moe_layers(config, pp_rank))
         groups.setdefault((*stage_chunks(config, pp_rank), counts), []).append(pp_rank)
     return [tuple(members) for members in groups.values()]
+
+
+def expert_rank(pp_rank: int, rank: int, arguments: Any) -> int:
+    """The expert-parallel rank of a rank of a pipeline stage (order tp-ep)."""
+    etp = arguments.expert_tensor_parallel_size or arguments.tensor_model_parallel_size
+    behind = rank - global_rank(pp_rank, arguments)
+    return behind // etp % arguments.expert_model_parallel_size
 
 
 def moe_layers(config: Any, pp_rank: int) -> list[str]:
