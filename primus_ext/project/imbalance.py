@@ -12,7 +12,7 @@ import math
 from collections.abc import Sequence
 from statistics import NormalDist
 
-from primus_ext.project.result import ExpertImbalance
+from primus_ext.project.result import ExpertImbalance, Projection, Stragglers
 from primus_ext.trace import ExpertLoad, RankTrace
 
 
@@ -68,18 +68,16 @@ def slowest_of(ranks: int, cv: float, quantile: float) -> float:
     return 1.0 + cv * NormalDist().inv_cdf(quantile ** (1 / ranks))
 
 
-def straggler_note(world: int, cv: float, step_s: float, level: float) -> str:
-    """What slow ranks would add to a step that no time of a projection contains.
+def stragglers(found: Projection, rank_cv: float) -> Stragglers:
+    """What the slowest of all ranks would add to a projected step.
 
     Args:
-        world: Ranks, all of which wait for each other in a step.
-        cv: Standard deviation of one rank's step time over its mean, as given.
-        step_s: The step without.
-        level: Probability of the band.
+        found: The projection.
+        rank_cv: Standard deviation of one rank's step time over its mean.
     """
-    low, high = (slowest_of(world, cv, (1 + sign * level) / 2) for sign in (-1, 1))
-    return (
-        f"stragglers (+projection.rank_cv={cv:g}, not in the step time): the slowest of {world:,} "
-        f"ranks would make the step {low - 1:.1%} to {high - 1:.1%} longer, {low * step_s:.4g} to "
-        f"{high * step_s:.4g} s"
+    world, step_s = found.plan.parallelism.world_size, found.throughput.step_s
+    level = found.throughput.interval["level"]
+    low, high = (
+        (slowest_of(world, rank_cv, (1 + sign * level) / 2) - 1) * step_s for sign in (-1, 1)
     )
+    return Stragglers(rank_cv=rank_cv, ranks=world, low_s=low, high_s=high, level=level)

@@ -188,6 +188,21 @@ class ExpertImbalance:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Stragglers:
+    """What the slowest rank would add to a step; no time of a projection contains it."""
+
+    rank_cv: float
+    """Standard deviation of one rank's step time over its mean, as it was given."""
+    ranks: int
+    """That wait for each other, each as fast as chance has it."""
+    low_s: float
+    """Seconds more than the step."""
+    high_s: float
+    level: float
+    """Probability that what is added lies between them."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ScheduleRow:
     """The job under one pipeline schedule."""
 
@@ -239,4 +254,6 @@ class Projection:
     """The schedule that was asked for beside the program's own, or all of them."""
     expert_imbalance: ExpertImbalance | None = None
     """None where every expert gets the same number of tokens."""
+    stragglers: Stragglers | None = None
+    """None where nothing was said of how ranks differ."""
     schema_version: int = SCHEMA_VERSION

@@ -270,8 +270,18 @@ def _whole_step(stream: _Stream, trace: RankTrace, microbatches: int) -> StageTi
     return StageTimes((ChunkTimes(ahead, back),), step)
 
 
+def _issued(stream: _Stream, chunk: ChunkTrace, ahead: Ledger, back: Ledger) -> None:
+    """Add the host's time to a microbatch that was priced as a whole."""
+    stream.issue(ahead, [(s, s.forward, s.count) for s in chunk.segments])
+    stream.issue(back, [(s, s.backward, s.count) for s in chunk.segments])
+
+
 def gated(trace: RankTrace) -> RankTrace:
-    """A trace for its times alone: its layers as their busiest expert-parallel ranks run them."""
+    """A trace for its times alone: every layer as its busiest expert-parallel rank runs it.
+
+    The trace itself where the rank that was run is that one.  What runs at the end of a step is not
+    in it: its calls refer to the rank's own ops.
+    """
     load = trace.experts
     if load is None or not load.segments:
         return trace
@@ -280,12 +290,6 @@ def gated(trace: RankTrace) -> RankTrace:
         for chunk, segments in zip(trace.chunks, load.segments, strict=True)
     )
     return dataclasses.replace(trace, ops=load.ops, chunks=chunks, step=(), experts=None)
-
-
-def _issued(stream: _Stream, chunk: ChunkTrace, ahead: Ledger, back: Ledger) -> None:
-    """Add the host's time to a microbatch that was priced as a whole."""
-    stream.issue(ahead, [(s, s.forward, s.count) for s in chunk.segments])
-    stream.issue(back, [(s, s.backward, s.count) for s in chunk.segments])
 
 
 def price(cost: CostModel, trace: RankTrace, microbatches: int = 1) -> StageTimes:
@@ -302,15 +306,13 @@ def price(cost: CostModel, trace: RankTrace, microbatches: int = 1) -> StageTime
         CostError: An op or collective has no price.
         ClusterError: The accelerator lacks a precision that the trace uses.
     """
-    own, step = _Stream(cost, trace), trace.step
-    busiest = gated(trace)
-    stream = own if busiest is trace else _Stream(cost, busiest)
-    trace = busiest
+    own, busiest = _Stream(cost, trace), gated(trace)
     if trace.chunks[0].microbatches:
-        return _whole_step(stream, trace, microbatches)
+        return _whole_step(own, trace, microbatches)
+    stream = own if busiest is trace else _Stream(cost, busiest)
     chunks = []
-    for chunk in trace.chunks:
-        if parts_overlap(trace, chunk):
+    for chunk in busiest.chunks:
+        if parts_overlap(busiest, chunk):
             chunks.append(_in_order(stream, chunk))
             continue
         ahead, back = Ledger(), Ledger()
@@ -319,9 +321,9 @@ def price(cost: CostModel, trace: RankTrace, microbatches: int = 1) -> StageTime
             ahead.add(part.forward, segment.count)
             back.add(part.backward, segment.count)
         chunks.append(ChunkTimes(ahead, back, stream.weight(chunk.segments), parts))
-    at_the_end = own.run(step, None)
-    own.issue(at_the_end, [(None, step, 1)])
-    return StageTimes(tuple(chunks), at_the_end)
+    step = own.run(trace.step, None)
+    own.issue(step, [(None, trace.step, 1)])
+    return StageTimes(tuple(chunks), step)
 
 
 def parts_overlap(trace: RankTrace, chunk: ChunkTrace) -> bool:

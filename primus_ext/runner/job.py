@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
-import math
 import shutil
 import traceback
 from collections.abc import Mapping
@@ -15,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from primus_ext.runner import child, folder, local_device, target, tracing
 from primus_ext.runner.command import Command
 from primus_ext.runner.outcome import Exit, Outcome, UsageError, close, say
+from primus_ext.runner.uneven import Uneven
 
 if TYPE_CHECKING:
     from primus_ext.cluster import Cluster
@@ -106,56 +106,13 @@ def _project(request: Request) -> Outcome:
             f"+projection.cache={request.cache} is unknown; legal: {', '.join(CACHE)}"
         )
     _check_schedule(request.schedule)
-    skew, rank_cv = _skew(request), number("rank_cv", request.rank_cv, 0.0, 0.5)
+    uneven = Uneven.of(request.expert_skew, request.rank_cv, request.routing)
     cluster = _cluster(request)
-    projection, drawing = _composed(request, mode, cluster, notes, skew)
-    if rank_cv:
-        projection = _with_stragglers(projection, rank_cv)
+    projection, drawing = _composed(request, mode, cluster, notes, uneven)
+    projection = uneven.with_stragglers(projection)
     path = _write(projection, drawing, request.out)
     _show(projection)
     return _judged(projection.memory.verdict, request.fail_on, path)
-
-
-def number(option: str, text: str | None, low: float, high: float) -> float | None:
-    """The number that was typed for an option, None where nothing was.
-
-    Raises:
-        UsageError: It is none, or not within the bounds.
-    """
-    if text is None:
-        return None
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not low <= value <= high:
-        raise UsageError(
-            f"+projection.{option}={text} is not legal: it must be a number from {low:g} to "
-            f"{high:g}"
-        )
-    return value
-
-
-def _skew(request: Request) -> float | None:
-    """How uneven the experts' tokens are, if that was asked for."""
-    skew = number("expert_skew", request.expert_skew, 1.0, math.inf)
-    if skew is not None and request.routing is not None:
-        raise UsageError(
-            f"+projection.expert_skew={request.expert_skew} is not legal with +projection.routing: "
-            "recorded counts say how uneven the load is, so drop one of them"
-        )
-    return skew
-
-
-def _with_stragglers(projection: Projection, cv: float) -> Projection:
-    """The projection with a line on what slow ranks would add."""
-    from primus_ext.project.imbalance import straggler_note
-
-    found = projection.throughput
-    note = straggler_note(
-        projection.plan.parallelism.world_size, cv, found.step_s, found.interval["level"]
-    )
-    return dataclasses.replace(projection, warnings=(*projection.warnings, note))
 
 
 def _check_schedule(name: str | None) -> None:
@@ -206,14 +163,14 @@ def _cluster(request: Request) -> Cluster:
 
 
 def _composed(
-    request: Request, mode: str, cluster: Cluster, notes: list[str], skew: float | None = None
+    request: Request, mode: str, cluster: Cluster, notes: list[str], uneven: Uneven
 ) -> tuple[Projection, StepTimeline]:
     from primus_ext.report.progress import ProgressBar
     from primus_ext.runner import emulation
 
     with ProgressBar() as bar:
         answer = tracing.answer(
-            _question(request, mode, cluster, skew),
+            _question(request, mode, cluster, uneven),
             request.command.options,
             request.scratch,
             request.out / "child.log",
@@ -238,7 +195,7 @@ def _table(path: str) -> Any:
 
 
 def _question(
-    request: Request, mode: str, cluster: Cluster, skew: float | None = None
+    request: Request, mode: str, cluster: Cluster, uneven: Uneven
 ) -> dict[str, Any]:
     """What the bootstrap is asked; see :mod:`primus_ext.emulate.bootstrap`."""
     from primus_ext.runner import emulation
@@ -252,7 +209,7 @@ def _question(
         "overrides_removed": list(request.removed),
         "name": request.name,
         **({} if request.routing is None else {"routing": _table(request.routing)}),
-        **({} if skew is None else {"expert_skew": skew}),
+        **({} if uneven.skew is None else {"expert_skew": uneven.skew}),
         **emulation.question(cluster),
     }
 

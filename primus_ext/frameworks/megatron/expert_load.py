@@ -11,6 +11,7 @@ from typing import Any
 
 from primus_ext.emulate.deep_ep.load import Load
 from primus_ext.emulate.session import ProgramError, current
+from primus_ext.frameworks.megatron import expert_skew, moe_layers
 
 _FORMAT = (
     '{"tokens": T, "layers": {"1": [copies of T tokens that expert 0 gets, ...], ...}} with one '
@@ -122,69 +123,9 @@ def counts_of(layer: str) -> tuple[int, ...] | None:
     return recorded.layers.get(layer) if recorded else None
 
 
-def skew() -> float | None:
-    """Copies on the busiest expert-parallel rank of every layer over the mean, if asked for."""
-    given = current().request.get("expert_skew")
-    return None if given is None else float(given)
-
-
 def is_uneven() -> bool:
-    """Whether experts get different numbers of tokens."""
-    return table() is not None or skew() is not None
-
-
-def layer_is_moe(config: Any) -> tuple[bool, ...]:
-    """For each transformer layer, whether it is a mixture of experts."""
-    layers = config.num_layers
-    if not config.num_moe_experts:
-        return (False,) * layers
-    frequency = config.moe_layer_freq
-    if isinstance(frequency, int):
-        return tuple(index % frequency == 0 for index in range(layers))
-    return tuple(bool(f) for f in frequency)
-
-
-def _place(layer: str, config: Any) -> int:
-    """Which of the model's mixture-of-experts layers it is, from 0; predictions come last."""
-    moe = layer_is_moe(config)
-    if layer.startswith("mtp."):
-        return sum(moe) + int(layer.removeprefix("mtp.")) - 1
-    return sum(moe[: int(layer) - 1])
-
-
-def skewed(place: int, tokens: int, config: Any, factor: float) -> tuple[int, ...]:
-    """Copies that each expert gets where one expert-parallel rank gets ``factor`` times the mean.
-
-    The other ranks share what is left alike, and so do the experts of a rank.  The busiest rank is
-    the next one in every layer: which one it is changes from layer to layer in trained models.
-
-    Args:
-        place: Of the layer among the mixture-of-experts layers, from 0.
-        tokens: That choose.
-        config: Megatron's transformer config.
-        factor: From 1 to the smaller of ``ep`` and ``experts / topk``.
-
-    Raises:
-        ProgramError: The factor is not legal.
-    """
-    experts, topk = config.num_moe_experts, config.moe_router_topk
-    ep = config.expert_model_parallel_size
-    most = min(ep, experts / topk)
-    if not 1 <= factor <= most:
-        raise ProgramError(
-            f"expert_skew={factor:g} is not legal: the busiest of ep={ep} ranks gets from 1 to "
-            f"{most:g} times the mean (a token goes to {topk} of {experts} different experts)"
-        )
-    rest = (ep - factor) / (ep - 1) if ep > 1 else 1.0
-    exact = [
-        tokens * topk / experts * (factor if rank == place % ep else rest)
-        for rank in range(ep) for _ in range(experts // ep)
-    ]  # fmt: skip
-    whole = [int(n) for n in exact]
-    order = sorted(range(experts), key=lambda e: (whole[e] - exact[e], e))
-    for expert in order[: tokens * topk - sum(whole)]:
-        whole[expert] += 1
-    return tuple(min(n, tokens) for n in whole)
+    """Whether something is said of how uneven experts are."""
+    return table() is not None or expert_skew.asked() is not None
 
 
 def by_rank(counts: Sequence[int], config: Any) -> tuple[int, ...]:
@@ -207,28 +148,22 @@ def stand_in(rank: int) -> None:
     _stands_in = rank
 
 
-def _seen(counts: tuple[int, ...], config: Any) -> int:
-    """By how many expert-parallel ranks the experts are moved round, so that we are the busiest."""
+def _turned(counts: Sequence[int], config: Any) -> int:
+    """By how many ranks a layer's experts are moved round, so that the busiest is this one."""
     if _stands_in is None:
         return 0
     loads = by_rank(counts, config)
     return _stands_in - loads.index(max(loads))
 
 
-def _moved(values: Sequence[int], places: int) -> tuple[int, ...]:
-    """Values moved round by so many places."""
-    at = -places % len(values)
-    return (*values[at:], *values[:at])
-
-
 def copies(layer: str, tokens: int, config: Any) -> tuple[int, ...]:
-    """As :func:`chosen`, in the order in which this process sees the experts."""
-    counts = chosen(layer, tokens, config)
+    """As :func:`assigned`, in the order in which this process sees the experts."""
+    counts = assigned(layer, tokens, config)
     local = config.num_moe_experts // config.expert_model_parallel_size
-    return _moved(counts, _seen(counts, config) * local)
+    return expert_skew.moved(counts, _turned(counts, config) * local)
 
 
-def chosen(layer: str, tokens: int, config: Any) -> tuple[int, ...]:
+def assigned(layer: str, tokens: int, config: Any) -> tuple[int, ...]:
     """Copies that each expert gets of one rank's tokens in one layer, after token dropping.
 
     Args:
@@ -237,11 +172,11 @@ def chosen(layer: str, tokens: int, config: Any) -> tuple[int, ...]:
         config: Megatron's transformer config.
     """
     experts, topk = config.num_moe_experts, config.moe_router_topk
-    recorded, asked = table(), skew()
+    recorded, skew = table(), expert_skew.asked()
     if recorded is not None:
         counts = recorded.row(layer, tokens, experts, topk)
-    elif asked is not None:
-        counts = skewed(_place(layer, config), tokens, config, asked)
+    elif skew is not None and skew > 1:
+        counts = expert_skew.skewed(moe_layers.place(layer, config), tokens, config, skew)
     else:
         counts = balanced(tokens, experts, topk)
     factor = config.moe_expert_capacity_factor
@@ -313,9 +248,9 @@ def group_load(layer: str, tokens: int, config: Any, *, rank: int, etp: int, per
 
     recorded = table()
     known = recorded.ranks.get(layer) if recorded else None
-    places = _seen(chosen(layer, tokens, config), config)
+    turned = _turned(assigned(layer, tokens, config), config)
     to_ep = (
-        _moved(scaled(known, tokens, recorded.tokens), places)
+        expert_skew.moved(scaled(known, tokens, recorded.tokens), turned)
         if known and recorded
         else tuple(distinct(e, e + 1) for e in range(ep))
     )
@@ -330,20 +265,29 @@ def group_load(layer: str, tokens: int, config: Any, *, rank: int, etp: int, per
     )  # fmt: skip
 
 
+_TOKENS = 1024
+"""Tokens for each expert, of which loads are told that were not recorded."""
+
+
 def of_layers(layers: Sequence[str], config: Any) -> dict[str, tuple[int, ...]]:
     """Layer to copies that each expert-parallel rank gets of the same number of tokens."""
     recorded = table()
     tokens = recorded.tokens if recorded else config.num_moe_experts * _TOKENS
-    return {layer: by_rank(chosen(layer, tokens, config), config) for layer in layers}
+    return {layer: by_rank(assigned(layer, tokens, config), config) for layer in layers}
 
 
-_TOKENS = 1024
-"""Tokens for each expert, of which skewed loads are told."""
+def heaviest_of(by_layer: Sequence[Sequence[int]]) -> int:
+    """The expert-parallel rank that gets the most tokens over a stage's layers, in their order.
+
+    Of several the one with most tokens in the last layers: a stage holds most memory when its last
+    layer runs backward, and that layer's temporaries are then there too.
+    """
+    loads = list(zip(*by_layer[::-1], strict=True))
+    return max(range(len(loads)), key=lambda rank: (sum(loads[rank]), loads[rank]))
 
 
 def heaviest_ep_rank(layers: Sequence[str], config: Any) -> int:
-    """The expert-parallel rank that gets the most tokens over the given layers; 0 if all alike."""
+    """As :func:`heaviest_of`, of the layers with these keys; 0 if all ranks are alike."""
     if not is_uneven() or not layers:
         return 0
-    loads = [sum(ranks) for ranks in zip(*of_layers(layers, config).values(), strict=True)]
-    return loads.index(max(loads))
+    return heaviest_of(list(of_layers(layers, config).values()))

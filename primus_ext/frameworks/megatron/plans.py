@@ -11,7 +11,7 @@ from typing import Any
 from primus_ext import __version__
 from primus_ext.emulate import no_te
 from primus_ext.emulate.session import ProgramError, current
-from primus_ext.frameworks.megatron import expert_load, offloading, roles
+from primus_ext.frameworks.megatron import expert_skew, offloading, roles
 from primus_ext.plan import (
     Batch,
     Model,
@@ -75,9 +75,9 @@ def read(args: Any, config: Any) -> Plan:
     """
     parallelism = _parallelism(args, config)
     recorded = current().request.get("routing") is not None
-    skew = expert_load.skew()
-    if skew is not None and not config.num_moe_experts:
-        raise ProgramError(f"expert_skew={skew:g} is not legal: the model has no experts")
+    skew = expert_skew.asked()
+    if skew is not None:
+        expert_skew.require_legal(skew, config)
     return Plan(
         model=_model(args, config),
         parallelism=parallelism,

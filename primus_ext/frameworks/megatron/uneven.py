@@ -46,6 +46,7 @@ def trace(
     own = roles.expert_rank(pp_ranks[0], found.rank, arguments)
     load = ExpertLoad(layers=layers, rank=own)
     waits = any(max(ranks) > ranks[own] for ranks in layers.values())
+    # layers of sharded parameters overlap each other and can't be put together of two ranks'
     if waits and not is_sharded(vars(arguments)):
         gate = active.in_fork(
             lambda: rank.trace(original, call, pp_ranks, found.rank, stands_in=own)
