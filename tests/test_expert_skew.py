@@ -26,7 +26,8 @@ from primus_ext.trace import ExpertLoad
 from tests.emulation import emulate, ops_of
 from tests.test_expert_routing import ARGS, EP, TOKENS, TOPK
 
-FACTOR = 1.5
+FACTOR = 1.75
+"""Of which every layer's counts are whole numbers."""
 BENCH = Path(__file__).resolve().parents[1] / "scripts" / "bench"
 
 
@@ -201,7 +202,7 @@ def test_each_layer_waits_for_its_busiest_rank(jobs: dict[str, Any]) -> None:
     assert found.pooled == pytest.approx((FACTOR + (EP - FACTOR) / (EP - 1)) / 2, rel=1e-3)
     # the model owes as many FLOPs
     flops = [p.throughput.model_tflops_per_gpu * p.throughput.step_s for p in (even, skewed)]
-    assert flops[1] == pytest.approx(flops[0], rel=1e-6)
+    assert flops[1] == pytest.approx(flops[0], rel=1e-9)
 
 
 def test_memory_is_that_of_the_rank_that_holds_most(
