@@ -32,11 +32,19 @@ import yaml
 REPO = Path(__file__).resolve().parents[2]
 WORKER = Path(__file__).with_name("expert_skew_worker.py")
 RANKS = 2
-OVERRIDES = [
-    "model=tiny_moe", f"parallel.ep={RANKS}", "model.hidden_size=256", "model.ffn_hidden_size=512",
-    "model.moe_ffn_hidden_size=2048", "train.seq=128", "train.mbs=8", "train.gbs=48",
-]  # fmt: skip
-
+SKEWS = (1.3, 1.6, 1.9)
+"""Tokens of each layer's busiest rank over the mean; two ranks allow up to 2."""
+SHAPES = {
+    "wide experts": [
+        "model.hidden_size=256", "model.ffn_hidden_size=512", "model.moe_ffn_hidden_size=2048",
+        "train.seq=128", "train.mbs=8", "train.gbs=32",
+    ],
+    "many narrow experts": [
+        "model.hidden_size=192", "model.ffn_hidden_size=512", "model.moe_ffn_hidden_size=512",
+        "model.num_experts=16", "train.seq=128", "train.mbs=8", "train.gbs=32",
+    ],
+}  # fmt: skip
+"""Changes to the model ``tiny_moe``.  Skews and shapes were settled before the first run."""
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Ratios:

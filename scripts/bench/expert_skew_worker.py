@@ -1,17 +1,16 @@
 """Trains a tiny mixture of experts whose router is even and skewed in turn, and times the steps.
 
-    torchrun --nproc-per-node 2 expert_skew_worker.py OUT.json FACTOR OVERRIDES...
+    torchrun --nproc-per-node 2 expert_skew_worker.py OUT.json SKEW,SKEW,... OVERRIDES...
 
-Run by ``expert_skew.py``.  Everything is ``scripts/train.py`` on CPUs over gloo, but for three
-things.  Every other step the router's choice is replaced by one in which the busiest
-expert-parallel rank of each layer gets FACTOR times the mean (1 in the others).  A rank that waits
-for tokens multiplies matrices meanwhile, so that both cores are always as busy and share clocks and
-caches alike.  Before the first step the rates of matrix products, of copies and of an all-to-all
+Run by ``expert_skew.py``.  Everything is ``scripts/train.py`` on CPUs over gloo, but for two
+things.  The router's choice is replaced by one in which the busiest expert-parallel rank of each
+layer gets so many times the mean: 1 in the first step, the first SKEW in the second and so on, and
+again from 1.  Before the first step the rates of matrix products, of copies and of an all-to-all
 are measured, on both ranks at once.
 
-Every rank writes OUT.json.RANK: for each counted step its seconds by the clock, and the seconds of
-its core between one exchange of tokens and the next, without waiting: other programs on the machine
-change the former and not the latter.
+Every rank writes OUT.json.RANK: for each counted step its skew, its seconds by the clock, and the
+seconds of its core between one exchange of tokens and the next, without waiting: other programs on
+the machine change the former and not the latter.
 """
 
 from __future__ import annotations
@@ -27,9 +26,6 @@ from pathlib import Path
 from typing import Any
 
 REPO = Path(__file__).resolve().parents[2]
-SKIPPED = 4
-"""Steps at the beginning that are not counted."""
-
 
 def _seconds(work: Callable[[], object], repeats: int = 15) -> float:
     times = []
@@ -43,24 +39,23 @@ def _seconds(work: Callable[[], object], repeats: int = 15) -> float:
 class Worker:
     """Patches Megatron and keeps the times."""
 
-    def __init__(self, factor: float) -> None:
-        """``factor``: tokens of the busiest rank of a layer over the mean, in skewed steps."""
+    def __init__(self, skews: tuple[float, ...]) -> None:
+        """``skews``: tokens of the busiest rank of a layer over the mean, in step after step."""
         import torch
 
-        self.torch, self.factor = torch, factor
+        self.torch, self.skews = torch, skews
         self.step, self.current = 0, 1.0
         self.steps: list[dict[str, Any]] = []
         self._sections: list[float] = []
         self._mark = 0.0
         self.rates: dict[str, float] = {}
-        self._left, self._right = torch.randn(32, 256), torch.randn(256, 256)
 
     def install(self) -> None:
         """Patch the router, the exchange of tokens and the step."""
         import megatron.training.training as training
         from megatron.core.transformer.moe.router import TopKRouter
 
-        from primus_ext.frameworks.megatron import expert_load
+        from primus_ext.frameworks.megatron import expert_load, expert_skew
         from primus_ext.frameworks.megatron.routing import map_of
 
         torch, routing = self.torch, TopKRouter.routing
@@ -69,42 +64,42 @@ class Worker:
         def forced(router: Any, logits: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
             routing(router, logits, *args, **kwargs)
             flat = logits.reshape(-1, router.config.num_moe_experts)
-            counts = expert_load.skewed(
-                router.layer_number - 1, flat.shape[0], router.config, self.current
+            tokens, config = flat.shape[0], router.config
+            counts = (
+                expert_skew.skewed(router.layer_number - 1, tokens, config, self.current)
+                if self.current > 1
+                else expert_load.balanced(tokens, config.num_moe_experts, config.moe_router_topk)
             )
-            chosen = map_of(counts, flat.shape[0])
+            chosen = map_of(counts, tokens)
             return torch.softmax(flat.float(), -1).masked_fill(~chosen, 0.0).to(flat.dtype), chosen
 
-        def busy(*args: Any, **kwargs: Any) -> Any:
-            if kwargs.pop("async_op", False):
+        def marked(*args: Any, **kwargs: Any) -> None:
+            if kwargs.get("async_op"):
                 raise RuntimeError("this worker does not overlap the exchange of tokens")
             self._section()
-            work = exchange(*args, **kwargs, async_op=True)
-            while not work.is_completed():
-                torch.mm(self._left, self._right)
-            work.wait()
+            exchange(*args, **kwargs)
             self._mark = time.thread_time()
 
         def timed(*args: Any, **kwargs: Any) -> Any:
             if not self.step:
                 self.measure(exchange)
-            self.current = self.factor if self.step % 2 else 1.0
+            self.current = self.skews[self.step % len(self.skews)]
             torch.distributed.barrier()
             self._sections, self._mark = [], time.thread_time()
             start = time.perf_counter()
             found = train_step(*args, **kwargs)
             self._section()
             torch.distributed.barrier()
-            if self.step >= SKIPPED:
+            if self.step >= len(self.skews):  # the first of each kind allocates memory
                 self.steps.append({
-                    "skewed": bool(self.step % 2), "seconds": time.perf_counter() - start,
+                    "skew": self.current, "seconds": time.perf_counter() - start,
                     "sections": self._sections,
                 })  # fmt: skip
             self.step += 1
             return found
 
         setattr(TopKRouter, "routing", forced)
-        torch.distributed.all_to_all_single = busy
+        torch.distributed.all_to_all_single = marked
         training.train_step = timed
 
     def _section(self) -> None:
@@ -125,13 +120,13 @@ class Worker:
         self.rates["exchange"] = sent.nbytes / 2 / _seconds(lambda: exchange(received, sent))
 
 
-def main(out: str, factor: float, overrides: list[str]) -> None:
+def main(out: str, skews: tuple[float, ...], overrides: list[str]) -> None:
     """Train, and write what was measured."""
     from primus_ext.emulate import virtual_cuda
 
     on_cpu = virtual_cuda.enable_cpu_training()
     virtual_cuda.enable_cpu_training = lambda: on_cpu  # train.py asks again
-    worker = Worker(factor)
+    worker = Worker((1.0, *skews))
     worker.install()
     sys.argv = [str(REPO / "scripts" / "train.py"), *overrides]
     runpy.run_path(sys.argv[0], run_name="__main__")
@@ -140,4 +135,4 @@ def main(out: str, factor: float, overrides: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], float(sys.argv[2]), sys.argv[3:])
+    main(sys.argv[1], tuple(map(float, sys.argv[2].split(","))), sys.argv[3:])
