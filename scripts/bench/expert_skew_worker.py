@@ -1,12 +1,12 @@
 """Trains a tiny mixture of experts whose router is even and skewed in turn, and times the steps.
 
-    torchrun --nproc-per-node 2 expert_skew_worker.py OUT.json SKEW,SKEW,... OVERRIDES...
+    torchrun --nproc-per-node 2 expert_skew_worker.py OUT.json [SKEW,...] OVERRIDES...
 
 Run by ``expert_skew.py``.  Everything is ``scripts/train.py`` on CPUs over gloo, but for two
 things.  The router's choice is replaced by one in which the busiest expert-parallel rank of each
-layer gets so many times the mean: 1 in the first step, the first SKEW in the second and so on, and
-again from 1.  Before the first step the rates of matrix products, of copies and of an all-to-all
-are measured, on both ranks at once.
+layer gets SKEW times the mean: the first SKEW in the first step and so on, again and again.
+Before the first step the rates of matrix products, of memory traffic and of an all-to-all are
+measured, on both ranks at once.
 
 Every rank writes OUT.json.RANK: for each counted step its skew, its seconds by the clock, and the
 seconds of its core between one exchange of tokens and the next, without waiting: other programs on
@@ -27,12 +27,14 @@ from typing import Any
 
 REPO = Path(__file__).resolve().parents[2]
 
-def _seconds(work: Callable[[], object], repeats: int = 15) -> float:
+def _seconds(
+    work: Callable[[], object], repeats: int = 15, clock: Callable[[], float] = time.thread_time
+) -> float:
     times = []
     for _ in range(repeats):
-        start = time.perf_counter()
+        start = clock()
         work()
-        times.append(time.perf_counter() - start)
+        times.append(clock() - start)
     return statistics.median(times)
 
 
@@ -107,17 +109,26 @@ class Worker:
         self._sections.append(time.thread_time() - self._mark)
 
     def measure(self, exchange: Callable[..., Any]) -> None:
-        """Rates of this machine while both ranks work, SI units."""
+        """Rates of this machine while both ranks work, SI units; of cores without waiting."""
+        from megatron.training import get_args
+
         torch = self.torch
-        a, b = torch.randn(512, 256), torch.randn(256, 2048)
-        source, target = torch.randn(2**24), torch.empty(2**24)
+        args: Any = get_args()
+        copies = args.seq_length * args.micro_batch_size * args.moe_router_topk
+        m, k = copies * args.world_size // args.num_experts, args.hidden_size
+        n = args.moe_ffn_hidden_size
+        a, b = torch.randn(m, k), torch.randn(n, k)
+        c, d = torch.randn(2**24), torch.randn(2**24)
         sent, received = torch.randn(2**18), torch.empty(2**18)
         torch.distributed.barrier()
-        self.rates["flops"] = 2 * 512 * 256 * 2048 / _seconds(lambda: torch.mm(a, b), 60)
+        # the first product of an expert whose load is even
+        self.rates["flops"] = 2 * m * n * k / _seconds(lambda: torch.mm(a, b.T), 60)
         torch.distributed.barrier()
-        self.rates["copy"] = 2 * source.nbytes / _seconds(lambda: target.copy_(source))
+        # two tensors beyond all caches into a new one
+        self.rates["stream"] = 3 * c.nbytes / _seconds(lambda: torch.mul(c, d))
         torch.distributed.barrier()
-        self.rates["exchange"] = sent.nbytes / 2 / _seconds(lambda: exchange(received, sent))
+        seconds = _seconds(lambda: exchange(received, sent), clock=time.perf_counter)
+        self.rates["exchange"] = sent.nbytes / 2 / seconds
 
 
 def main(out: str, skews: tuple[float, ...], overrides: list[str]) -> None:
@@ -126,7 +137,7 @@ def main(out: str, skews: tuple[float, ...], overrides: list[str]) -> None:
 
     on_cpu = virtual_cuda.enable_cpu_training()
     virtual_cuda.enable_cpu_training = lambda: on_cpu  # train.py asks again
-    worker = Worker((1.0, *skews))
+    worker = Worker(skews)
     worker.install()
     sys.argv = [str(REPO / "scripts" / "train.py"), *overrides]
     runpy.run_path(sys.argv[0], run_name="__main__")
@@ -135,4 +146,4 @@ def main(out: str, skews: tuple[float, ...], overrides: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], tuple(map(float, sys.argv[2].split(","))), sys.argv[3:])
+    main(sys.argv[1], tuple(json.loads(sys.argv[2])), sys.argv[3:])
