@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from primus_ext.project.result import Projection
 
 MOST_CV = 0.5
-"""Beyond it a normal distribution would have ranks that need no time at all."""
+"""From there on a normal distribution would give one rank in forty a negative time."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -5,8 +5,8 @@
 For each shape one run goes through an even step and one of every skew, again and again
 (``expert_skew_worker.py``), so that their ratio is free of what else the machine does.  The same
 command is then projected, even and with ``+projection.expert_skew``, on a core whose rates the run
-measured first; what a call costs beside its work is measured in a run of the same model that has
-next to nothing to compute.  Nothing is taken from a skewed step.
+measured between its steps; what a call costs beside its work is measured in a run of the same model
+that has next to nothing to compute.  Nothing is taken from a step itself.
 
 Two measured ratios skewed/even stand beside each other: of the cores' time on the critical path (of
 every stretch between two exchanges of tokens the slower rank's), which does not know of other

@@ -25,8 +25,8 @@ from primus_ext.project.kept import Kept
 from primus_ext.project.result import Projection
 from primus_ext.trace import Family, Op, RankTrace
 
-_ISSUED = (Family.GEMM, Family.MEMORY)
-"""What a program of Megatron's own layers computes with."""
+_ISSUED = (Family.GEMM, Family.MEMORY, Family.QUANTIZE)
+"""What a program of Megatron's own layers computes with; the last is a scaling of gradients."""
 
 
 class Core(CostModel):
@@ -63,7 +63,7 @@ def cluster_of(folder: Path, rates: Mapping[str, float], cores: int) -> Cluster:
     """
 
     def stated(value: float) -> dict[str, Any]:
-        return {"value": value, "source": "measured at the beginning of the run"}
+        return {"value": value, "source": "measured between the steps of the run"}
 
     content = {
         "name": "core", "vendor": "nvidia", "arch": "cpu", "compute_capability": [8, 0],

@@ -5,8 +5,8 @@
 Run by ``expert_skew.py``.  Everything is ``scripts/train.py`` on CPUs over gloo, but for two
 things.  The router's choice is replaced by one in which the busiest expert-parallel rank of each
 layer gets SKEW times the mean: the first SKEW in the first step and so on, again and again.
-Before the first step the rates of matrix products, of memory traffic and of an all-to-all are
-measured, on both ranks at once.
+Between the steps the rates of matrix products, of memory traffic and of an all-to-all are measured,
+on both ranks at once.
 
 Every rank writes OUT.json.RANK: for each counted step its skew, its seconds by the clock, and the
 seconds of its core between one exchange of tokens and the next, without waiting: other programs on
@@ -27,15 +27,45 @@ from typing import Any
 
 REPO = Path(__file__).resolve().parents[2]
 
-def _seconds(
-    work: Callable[[], object], repeats: int = 15, clock: Callable[[], float] = time.thread_time
-) -> float:
-    times = []
-    for _ in range(repeats):
-        start = clock()
-        work()
-        times.append(clock() - start)
-    return statistics.median(times)
+class Rates:
+    """Work of known size between the steps, so that it meets the same neighbours as they do."""
+
+    def __init__(self, exchange: Callable[..., Any]) -> None:
+        """``exchange``: torch's all-to-all."""
+        import torch
+        from megatron.training import get_args
+
+        args: Any = get_args()
+        copies = args.seq_length * args.micro_batch_size * args.moe_router_topk
+        m, k = copies * args.world_size // args.num_experts, args.hidden_size
+        n = args.moe_ffn_hidden_size
+        a, b = torch.randn(m, k), torch.randn(n, k)
+        c, d = torch.randn(2**24), torch.randn(2**24)
+        sent, received = torch.randn(2**18), torch.empty(2**18)
+        cores, clock = time.thread_time, time.perf_counter
+        self._kinds = {
+            # the first product of an expert whose load is even
+            "flops": (2 * m * n * k, 8, cores, lambda: torch.mm(a, b.T)),
+            # two tensors beyond all caches into a new one
+            "stream": (3 * c.nbytes, 3, cores, lambda: torch.mul(c, d)),
+            "exchange": (sent.nbytes // 2, 3, clock, lambda: exchange(received, sent)),
+        }
+        self._seconds: dict[str, list[float]] = {name: [] for name in self._kinds}
+
+    def sample(self) -> None:
+        """Do all of it a few times."""
+        for name, (_, repeats, clock, work) in self._kinds.items():
+            for _ in range(repeats):
+                start = clock()
+                work()
+                self._seconds[name].append(clock() - start)
+
+    def medians(self) -> dict[str, float]:
+        """FLOP/s and bytes/s."""
+        return {
+            name: work / statistics.median(self._seconds[name])
+            for name, (work, *_) in self._kinds.items()
+        }
 
 
 class Worker:
@@ -50,7 +80,7 @@ class Worker:
         self.steps: list[dict[str, Any]] = []
         self._sections: list[float] = []
         self._mark = 0.0
-        self.rates: dict[str, float] = {}
+        self.rates: Rates
 
     def install(self) -> None:
         """Patch the router, the exchange of tokens and the step."""
@@ -84,7 +114,9 @@ class Worker:
 
         def timed(*args: Any, **kwargs: Any) -> Any:
             if not self.step:
-                self.measure(exchange)
+                self.rates = Rates(exchange)
+            torch.distributed.barrier()
+            self.rates.sample()
             self.current = self.skews[self.step % len(self.skews)]
             torch.distributed.barrier()
             self._sections, self._mark = [], time.thread_time()
@@ -108,28 +140,6 @@ class Worker:
         """An exchange of tokens begins, or the step has ended."""
         self._sections.append(time.thread_time() - self._mark)
 
-    def measure(self, exchange: Callable[..., Any]) -> None:
-        """Rates of this machine while both ranks work, SI units; of cores without waiting."""
-        from megatron.training import get_args
-
-        torch = self.torch
-        args: Any = get_args()
-        copies = args.seq_length * args.micro_batch_size * args.moe_router_topk
-        m, k = copies * args.world_size // args.num_experts, args.hidden_size
-        n = args.moe_ffn_hidden_size
-        a, b = torch.randn(m, k), torch.randn(n, k)
-        c, d = torch.randn(2**24), torch.randn(2**24)
-        sent, received = torch.randn(2**18), torch.empty(2**18)
-        torch.distributed.barrier()
-        # the first product of an expert whose load is even
-        self.rates["flops"] = 2 * m * n * k / _seconds(lambda: torch.mm(a, b.T), 60)
-        torch.distributed.barrier()
-        # two tensors beyond all caches into a new one
-        self.rates["stream"] = 3 * c.nbytes / _seconds(lambda: torch.mul(c, d))
-        torch.distributed.barrier()
-        seconds = _seconds(lambda: exchange(received, sent), clock=time.perf_counter)
-        self.rates["exchange"] = sent.nbytes / 2 / seconds
-
 
 def main(out: str, skews: tuple[float, ...], overrides: list[str]) -> None:
     """Train, and write what was measured."""
@@ -141,7 +151,7 @@ def main(out: str, skews: tuple[float, ...], overrides: list[str]) -> None:
     worker.install()
     sys.argv = [str(REPO / "scripts" / "train.py"), *overrides]
     runpy.run_path(sys.argv[0], run_name="__main__")
-    text = json.dumps({"steps": worker.steps, "rates": worker.rates})
+    text = json.dumps({"steps": worker.steps, "rates": worker.rates.medians()})
     Path(f"{out}.{os.environ['RANK']}").write_text(text)
 
 
