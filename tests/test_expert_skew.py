@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
-import sys
+import importlib
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -227,13 +226,16 @@ def test_a_skew_of_one_rank_s_experts_is_refused_with_one_sentence(tmp_path: Pat
 
 
 @pytest.mark.slow
-def test_the_correction_is_right_on_a_real_skewed_run() -> None:
-    """Two processes, gloo: the ratio skewed/even of one interleaved run against the projection."""
-    spec = importlib.util.spec_from_file_location("expert_skew", BENCH / "expert_skew.py")
-    assert spec is not None and spec.loader is not None
-    bench = sys.modules["expert_skew"] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(bench)
-    found = bench.compare(1.6, 12)
-    assert abs(found.error) <= 0.08, found
-    assert abs(found.error) < abs(found.uncorrected), found
-    assert found.pooled_imbalance < found.per_layer
+def test_the_correction_is_right_on_a_real_skewed_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two processes, gloo: ratios skewed/even of one interleaved run against the projection.
+
+    Of the core's time, which other programs change little, and the mean of three skews.
+    """
+    monkeypatch.syspath_prepend(BENCH)
+    bench = importlib.import_module("expert_skew")
+    found = bench.compare("wide experts", 6)
+    assert len(found) == 3
+    assert sum(abs(row.error) for row in found) / len(found) <= 0.08, found
+    for row in found:
+        assert abs(row.error) < abs(row.uncorrected), row
+        assert row.pooled < row.per_layer == pytest.approx(row.skew, rel=0.01)

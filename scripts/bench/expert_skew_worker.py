@@ -37,19 +37,24 @@ class Rates:
 
         args: Any = get_args()
         copies = args.seq_length * args.micro_batch_size * args.moe_router_topk
-        m, k = copies * args.world_size // args.num_experts, args.hidden_size
-        n = args.moe_ffn_hidden_size
-        a, b = torch.randn(m, k), torch.randn(n, k)
+        rows = copies * args.world_size // args.num_experts
+        hidden, ffn = args.hidden_size, args.moe_ffn_hidden_size
+        layers = [
+            (torch.randn(rows, k), torch.randn(n, k), torch.randn(rows, n))
+            for k, n in ((hidden, 2 * ffn), (ffn, hidden))
+        ]
         c, d = torch.randn(2**24), torch.randn(2**24)
         sent, received = torch.randn(2**18), torch.empty(2**18)
         cores, clock = time.thread_time, time.perf_counter
         self._kinds = {
-            # the first product of an expert whose load is even
-            "flops": (2 * m * n * k, 8, cores, lambda: torch.mm(a, b.T)),
+            # forward, input and weight gradient of an expert whose load is even
+            "flops": (18 * rows * hidden * ffn, 3, cores, lambda: [
+                (torch.mm(x, w.T), torch.mm(y, w), torch.mm(y.T, x)) for x, w, y in layers
+            ]),
             # two tensors beyond all caches into a new one
             "stream": (3 * c.nbytes, 3, cores, lambda: torch.mul(c, d)),
             "exchange": (sent.nbytes // 2, 3, clock, lambda: exchange(received, sent)),
-        }
+        }  # fmt: skip
         self._seconds: dict[str, list[float]] = {name: [] for name in self._kinds}
 
     def sample(self) -> None:
