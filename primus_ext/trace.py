@@ -106,7 +106,8 @@ class Op:
     accumulate, out_dtype.  grouped_gemm: additionally groups (m is the total over groups), and rows
     (of each group; in layout nt its contraction) where the groups differ.
     attention: batch, heads, kv_heads, seq_q, seq_kv, dim_qk, dim_v, causal, direction
-    (forward|backward), fused, window."""
+    (forward|backward), fused, window.  all_to_all: received_bytes, where it is not what is
+    sent."""
     collective: Collective | None = None
 
     def attr(self, name: str, default: Any = None) -> Any:
@@ -364,6 +365,22 @@ class Bucket:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class ExpertLoad:
+    """How unevenly tokens fall on the expert-parallel ranks, and what gates the rank's layers."""
+
+    layers: dict[str, tuple[int, ...]]
+    """Layer to copies of one rank's tokens that each expert-parallel rank gets; the key is the
+    layer's number from 1, or ``mtp.`` and that of a multi-token prediction."""
+    rank: int
+    """The expert-parallel rank that was run: the one with most copies over its layers."""
+    ops: tuple[Op, ...] = ()
+    """Of ``segments``."""
+    segments: tuple[tuple[Segment, ...], ...] = ()
+    """By chunk: the same layers as each one's busiest rank runs it, for which the others wait;
+    empty where that is the rank that was run."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class RankTrace:
     """One distinct kind of rank."""
 
@@ -393,6 +410,8 @@ class RankTrace:
     """Kinds of allocations that the events of the trace refer to."""
     static_events: StaticEvents | None = None
     """None where allocations were not recorded."""
+    experts: ExpertLoad | None = None
+    """None where every expert gets the same number of tokens."""
     recorded_events: tuple[tuple[int, ...], ...] = ()
     """Where the microbatches of a step differ: allocations and frees as they were recorded, of the
     setup and of each step; events as in :class:`ChunkEvents`, numbered through all of them."""

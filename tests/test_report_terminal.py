@@ -10,7 +10,7 @@ from rich.console import Console
 
 from primus_ext.cluster_data import load_cluster
 from primus_ext.project.compose import project
-from primus_ext.project.result import Projection
+from primus_ext.project.result import ExpertImbalance, Projection, Stragglers
 from primus_ext.report import terminal
 from primus_ext.report.suggestions import suggestions
 from primus_ext.report.units import count, gib, percent, seconds
@@ -48,6 +48,24 @@ def test_the_verdict_comes_first(job: Job, word: str) -> None:
 def test_no_line_is_wider_than_the_terminal(width: int, job: Job) -> None:
     for line in shown(projected(job), width).splitlines():
         assert len(line.rstrip()) <= width
+
+
+@pytest.mark.parametrize("width", [60, 100])
+def test_uneven_experts_and_slow_ranks_are_told(width: int) -> None:
+    plain = projected(SMALL)
+    assert "Expert load" not in shown(plain) and "Stragglers" not in shown(plain)
+    uneven = dataclasses.replace(
+        plain,
+        expert_imbalance=ExpertImbalance(
+            per_layer={"1": 1.25, "2": 1.75}, largest=1.75, gating=1.5, pooled=1.125
+        ),
+        stragglers=Stragglers(rank_cv=0.01, ranks=64, low_s=0.5, high_s=1.5, level=0.9),
+    )
+    lines = shown(uneven, width).splitlines()
+    assert max(len(line.rstrip()) for line in lines) <= width
+    text = " ".join(" ".join(lines).split())
+    assert "1.50 in the layers, for which the others wait (at most 1.75); 1.12 pooled" in text
+    assert "the slowest of 64 ranks that vary by 1.0 % each would add 500 ms to 1.50 s" in text
 
 
 def test_without_colours_it_says_the_same(monkeypatch: pytest.MonkeyPatch) -> None:

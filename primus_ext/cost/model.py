@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 
 from primus_ext.cluster import Cluster
@@ -118,6 +119,10 @@ class CostModel:
             return self._shared(exchange.price(self.cluster, op, ranks), ranks, exchange=True)
         if op.collective is None:
             raise CostError(f"op {op.name} of family {op.family} says nothing of its collective")
+        received = op.attr("received_bytes")  # of an all-to-all, where it is not what is sent
+        if received and received > op.collective.bytes:
+            larger = dataclasses.replace(op.collective, bytes=received)
+            return self.collective_seconds(larger, ranks)
         return self.collective_seconds(op.collective, ranks)
 
     def _shared(self, priced: Priced, ranks: Sequence[int], *, exchange: bool = False) -> Priced:

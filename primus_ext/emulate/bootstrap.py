@@ -30,7 +30,8 @@ def main(request_path: str) -> None:
             ``frameworks``: modules that hook entry points.  ``result``: where the answer goes.
             Optional: ``name`` of the model; ``ranks``, global ranks to run instead of one of each
             kind; ``routing``, recorded token counts of experts, as a table or the path of one (see
-            ``expert_load``); ``routing_out``, path where the counts of real tensors go; ``whole``,
+            ``expert_load``); ``expert_skew``, tokens of each layer's busiest expert-parallel rank
+            over the mean; ``routing_out``, path where the counts of real tensors go; ``whole``,
             run Megatron's own loop for them and report its peak; ``storage``,
             ``real`` for tensors with data (small jobs); ``rendezvous``, the file over which real
             processes meet that are the ranks (gloo; with ``whole`` and ``storage=real``);

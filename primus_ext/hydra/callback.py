@@ -153,6 +153,8 @@ def _request(
         routing=_path(given.get("routing") or settings.get("routing")),
         measured=_path(given.get("measured") or settings.get("measured")),
         shrink=_whole("shrink", given.get("shrink", settings.get("shrink"))),
+        expert_skew=_text(given.get("expert_skew", settings.get("expert_skew"))),
+        rank_cv=_text(given.get("rank_cv", settings.get("rank_cv"))),
         schedule=_text(given.get("schedule", settings.get("schedule"))),
         collectives=_path(given.get("collectives") or settings.get("collectives")),
         removed=tuple(ours),

@@ -20,7 +20,8 @@ from primus_ext.runner import MODES, target
 GROUPS = ("projection", "target_cluster", "recipe")
 """Config groups that we put on Hydra's search path, each when it is asked for."""
 CALLBACK = "hydra.callbacks.primus_projection"
-OPTIONS = ("out", "fail_on", "cache", "routing", "schedule", "measured", "shrink", "collectives")
+OPTIONS = ("out", "fail_on", "cache", "routing", "expert_skew", "rank_cv", "schedule", "measured",
+           "shrink", "collectives")  # fmt: skip
 """Keys that may be typed below ``projection``: ``+projection.out=DIR``."""
 
 _MENTION = re.compile(rf"[+~].*|{re.escape(CALLBACK)}.*|hydra(\.callbacks)?=.*", re.DOTALL)

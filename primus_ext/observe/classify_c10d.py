@@ -75,10 +75,20 @@ def classify(name: str, func: Any, args: tuple, kwargs: dict, recorder: Recorder
     family = Family.P2P if kind is CollectiveKind.SEND_RECV else Family.COLLECTIVE
     return Op(
         name=name, family=family, inputs=tuple(spec(t) for t in buffers), outputs=(), flops=0,
-        bytes=0, collective=Collective(kind=kind, group=group, bytes=size, dtype=dtype,
-                                       asynchronous=asynchronous,
-                                       peer=_peer(kind, args, len(recorder.groups_seen[group]))),
+        bytes=0, attrs=_received(kind, args, size),
+        collective=Collective(kind=kind, group=group, bytes=size, dtype=dtype,
+                              asynchronous=asynchronous,
+                              peer=_peer(kind, args, len(recorder.groups_seen[group]))),
     )  # fmt: skip
+
+
+def _received(kind: CollectiveKind, args: tuple, size: int) -> tuple[tuple[str, int], ...]:
+    """What a variable all-to-all receives, where that is not what it sends."""
+    if kind is not CollectiveKind.ALL_TO_ALL:
+        return ()
+    buffers = [t for t in tree_iter(args[0]) if isinstance(t, torch.Tensor)]
+    received = sum(t.numel() * t.element_size() for t in buffers)
+    return (("received_bytes", received),) if received != size else ()
 
 
 def _peer(kind: CollectiveKind, args: tuple, size: int) -> int:

@@ -37,11 +37,17 @@ def not_modelled(plan: Plan, stages: Sequence[RankTrace], cluster: Cluster) -> t
             "Transformer Engine is not installed here: its layers are those of a stand-in, "
             "Megatron's linear layers with this package's norm, attention and grouped experts"
         )
+    uneven = any(trace.experts is not None for trace in stages)
     if plan.model.num_experts:
         lines.append(
             "tokens of experts on other ranks: every rank routes as the recorded one"
-            if plan.flags.get("recorded_routing")
+            if uneven
             else "imbalance between experts: every expert gets the same number of tokens"
+        )
+    if uneven and is_sharded(plan.flags):
+        lines.append(
+            "waiting for each layer's busiest expert rank: with sharded parameters the layers are "
+            "those of the rank with most tokens over all of them"
         )
     if is_packed(plan.flags):
         lines.append(

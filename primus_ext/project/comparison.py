@@ -68,7 +68,7 @@ def job_of(plan: Plan, stages: Sequence[RankTrace], kept: Kept, shape: Shape) ->
     filled = [kept.buckets(trace, sharded) for trace in stages]
     by_rank = [
         kept.of(trace, ("parts", sharded), lambda t=trace, b=buckets: of_rank(
-            kept.cost, t, b, kept.times(t, shape.microbatches)
+            kept.cost, stage.gated(t), b, kept.times(t, shape.microbatches)
         ))
         for trace, buckets in zip(stages, filled, strict=True)
     ]  # fmt: skip

@@ -18,6 +18,7 @@ from primus_ext.project import (
     comparison,
     data_parallel,
     evidence,
+    imbalance,
     inventory,
     measured_evidence,
     memory,
@@ -179,6 +180,7 @@ def _projection(
         ),
         collectives=inventory.listed(inventory.of_step(plan, stages, shape, kept)),
         schedules=_compared(step, judged, schedule, under),
+        expert_imbalance=imbalance.of_stages(stages),
         provenance={
             "binding_pp_rank": under.binding if under else step.binding,
             "prices": "model: published peaks, bandwidths and efficiencies",

@@ -172,6 +172,37 @@ class Row:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertImbalance:
+    """Tokens of the busiest expert-parallel rank over the mean of its group."""
+
+    per_layer: dict[str, float]
+    """By number of the layer, from 1; of pipeline ranks that do the same, those of one."""
+    largest: float
+    """Of them."""
+    gating: float
+    """The busiest ranks' tokens of all layers of a pipeline rank over the mean's: what experts of
+    a step wait for."""
+    pooled: float
+    """Tokens of the busiest rank over all layers of a pipeline rank over the mean: what one rank
+    holds."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Stragglers:
+    """What the slowest rank would add to a step; no time of a projection contains it."""
+
+    rank_cv: float
+    """Standard deviation of one rank's step time over its mean, as it was given."""
+    ranks: int
+    """That wait for each other, each as fast as chance has it."""
+    low_s: float
+    """Seconds more than the step."""
+    high_s: float
+    level: float
+    """Probability that what is added lies between them."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ScheduleRow:
     """The job under one pipeline schedule."""
 
@@ -223,4 +254,8 @@ class Projection:
     """Terms as the model alone has them, where both was asked for."""
     schedules: tuple[ScheduleRow, ...] = ()
     """The schedule that was asked for beside the program's own, or all of them."""
+    expert_imbalance: ExpertImbalance | None = None
+    """None where every expert gets the same number of tokens."""
+    stragglers: Stragglers | None = None
+    """None where nothing was said of how ranks differ."""
     schema_version: int = SCHEMA_VERSION

@@ -376,11 +376,29 @@ def _measured(stream: _Stream, trace: RankTrace, seen: observed.Observed) -> Sta
     return StageTimes(tuple(chunks), stream.run(trace.step, None, seen.step))
 
 
+def gated(trace: RankTrace) -> RankTrace:
+    """A trace for its times alone: every layer as its busiest expert-parallel rank runs it.
+
+    The trace itself where the rank that was run is that one.  What runs at the end of a step is not
+    in it: its calls refer to the rank's own ops.
+    """
+    load = trace.experts
+    if load is None or not load.segments:
+        return trace
+    chunks = tuple(
+        dataclasses.replace(chunk, segments=segments)
+        for chunk, segments in zip(trace.chunks, load.segments, strict=True)
+    )
+    return dataclasses.replace(trace, ops=load.ops, chunks=chunks, step=(), experts=None)
+
+
 def price(
     cost: CostModel, trace: RankTrace, microbatches: int = 1,
     seen: observed.Observed | None = None,
 ) -> StageTimes:  # fmt: skip
     """Seconds of everything that one rank does for a microbatch and for a step.
+
+    In every layer it waits for the expert-parallel rank with most tokens.
 
     Args:
         cost: Prices on the target.
@@ -393,14 +411,15 @@ def price(
         ClusterError: The accelerator lacks a precision that the trace uses.
         MeasurementError: The measurement can't be used for this job.
     """
-    stream = _Stream(cost, trace)
+    own, busiest = _Stream(cost, trace), gated(trace)
     if seen is not None:
-        return _measured(stream, trace, seen)
+        return _measured(own, trace, seen)
     if trace.chunks[0].microbatches:
-        return _whole_step(stream, trace, microbatches)
+        return _whole_step(own, trace, microbatches)
+    stream = own if busiest is trace else _Stream(cost, busiest)
     chunks = []
-    for chunk in trace.chunks:
-        if parts_overlap(trace, chunk):
+    for chunk in busiest.chunks:
+        if parts_overlap(busiest, chunk):
             chunks.append(_in_order(stream, chunk))
             continue
         ahead, back = Ledger(), Ledger()
@@ -409,8 +428,8 @@ def price(
             ahead.add(part.forward, segment.count)
             back.add(part.backward, segment.count)
         chunks.append(ChunkTimes(ahead, back, stream.weight(chunk.segments), parts))
-    step = stream.run(trace.step, None)
-    stream.issue(step, [(None, trace.step, 1)])
+    step = own.run(trace.step, None)
+    own.issue(step, [(None, trace.step, 1)])
     return StageTimes(tuple(chunks), step)
 
 

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from primus_ext.cluster import Cluster
 from primus_ext.cost.formats import peak_flops
 from primus_ext.plan import Plan
+from primus_ext.project.imbalance import even_share
 from primus_ext.project.ledger import Kind
 from primus_ext.project.observed import Measured
 from primus_ext.project.result import Throughput
@@ -19,22 +20,25 @@ LEVEL = 0.9
 REPEATED = 0.05
 """Least half width of what was measured: how far a second measurement of a step may lie off."""
 
-_MODEL = (Family.GEMM, Family.GROUPED_GEMM, Family.ATTENTION)
+_MODEL = (Family.GEMM, Family.ATTENTION)
 
 
 def forward_flops(trace: RankTrace) -> int:
     """FLOPs of one microbatch's forward on one rank: matrix products and attention.
 
-    Causal attention counts the half that is computed; recomputation does not count.
+    Causal attention counts the half that is computed; recomputation does not count.  Experts count
+    as those of the mean rank.
     """
-    flops = 0
+    flops = experts = 0
     for chunk in trace.chunks:
         for segment in chunk.segments:
             for call in segment.forward:
                 op = trace.ops[call.op]
-                if op.family in _MODEL:
+                if op.family is Family.GROUPED_GEMM:
+                    experts += op.flops * segment.count
+                elif op.family in _MODEL:
                     flops += op.flops * segment.count
-    return flops
+    return flops + round(experts * even_share(trace.experts))
 
 
 def model_flops_per_gpu(plan: Plan, stages: Sequence[RankTrace]) -> float:

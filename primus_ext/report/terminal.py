@@ -57,6 +57,7 @@ def _parts(projection: Projection, width: int) -> list[RenderableType]:
     found: list[RenderableType] = [Text(), _headline(projection), _job(projection), Text()]
     found += [_throughput(projection), Text(), *_memory(projection, width), Text()]
     found += [Text("Where the time goes", style="bold"), _time(projection, width)]
+    found += _uneven(projection)
     found += comparison(projection)
     found += schedules(projection, width)
     if width <= _NARROW:
@@ -106,6 +107,32 @@ def _throughput(projection: Projection) -> Text:
     text.append(f"{found.tokens_per_s_per_gpu:,.0f} tokens/s/GPU", style="bold")
     text.append(f",  {found.model_tflops_per_gpu:,.1f} model TFLOP/s/GPU,  MFU ")
     return text.append(percent(found.mfu))
+
+
+def _uneven(projection: Projection) -> list[RenderableType]:
+    """How uneven the experts' load is, and what slow ranks would add, where that was asked."""
+    found: list[RenderableType] = []
+    experts, slow = projection.expert_imbalance, projection.stragglers
+    if experts is not None:
+        found += [
+            Text(),
+            Text("Expert load, busiest rank over the mean", style="bold"),
+            Text(
+                f"{experts.gating:.2f} in the layers, for which the others wait (at most "
+                f"{experts.largest:.2f}); {experts.pooled:.2f} pooled over a step"
+            ),
+        ]
+    if slow is not None:
+        found += [
+            Text(),
+            Text("Stragglers, not in the step", style="bold"),
+            Text(
+                f"the slowest of {slow.ranks:,} ranks that vary by {percent(slow.rank_cv)} each "
+                f"would add {seconds(slow.low_s)} to {seconds(slow.high_s)} "
+                f"({100 * slow.level:.0f} % interval)"
+            ),
+        ]
+    return found
 
 
 def _memory(projection: Projection, width: int) -> list[RenderableType]:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from primus_ext.runner import child, folder, local_device, measured, target, tracing
 from primus_ext.runner.command import Command
 from primus_ext.runner.outcome import Exit, Outcome, UsageError, close, say
+from primus_ext.runner.uneven import Uneven
 
 if TYPE_CHECKING:
     from primus_ext.cluster import Cluster
@@ -48,6 +49,11 @@ class Request:
     fail_on: str | None = None
     routing: str | None = None
     """Absolute path of recorded token counts of experts, None for balanced ones."""
+    expert_skew: str | None = None
+    """Tokens of each layer's busiest expert-parallel rank over the mean, as typed; None: 1."""
+    rank_cv: str | None = None
+    """Standard deviation of one rank's step time over its mean, as typed; None: nothing is said of
+    stragglers."""
     schedule: str | None = None
     """Pipeline schedule to price the step with, or ``all`` to compare them; None: the program's."""
     shrink: int | None = None
@@ -110,10 +116,12 @@ def _project(request: Request) -> Outcome:
             f"+projection.cache={request.cache} is unknown; legal: {', '.join(CACHE)}"
         )
     _check_schedule(request.schedule)
+    uneven = Uneven.of(request.expert_skew, request.rank_cv, request.routing)
     cluster = _cluster(request)
     collectives = _collectives(request, cluster)
     basis = _basis(request, mode, cluster)
-    projection, drawing = _composed(request, mode, cluster, notes, collectives, basis)
+    projection, drawing = _composed(request, mode, cluster, notes, collectives, basis, uneven)
+    projection = uneven.with_stragglers(projection)
     path = _write(projection, drawing, request.out)
     _show(projection)
     return _judged(projection.memory.verdict, request.fail_on, path)
@@ -187,13 +195,15 @@ def _collectives(request: Request, cluster: Cluster) -> MeasuredCollectives | No
 def _composed(
     request: Request, mode: str, cluster: Cluster, notes: list[str],
     collectives: MeasuredCollectives | None, basis: Measured | str | None,
+    uneven: Uneven,
 ) -> tuple[Projection, StepTimeline]:
     from primus_ext.report.progress import ProgressBar
     from primus_ext.runner import emulation
 
     with ProgressBar() as bar:
+        question = _question(request, cluster, uneven)
         answer = tracing.answer(
-            _question(request, cluster),
+            question,
             request.command.options,
             request.scratch,
             request.out / "child.log",
@@ -208,7 +218,9 @@ def _composed(
             )  # fmt: skip
             if basis is None:
                 return simulated, drawing
-            found, problems = _measured(request, basis, cluster, answer, simulated, bar.update)
+            found, problems = _measured(
+                request, basis, cluster, question, answer, simulated, bar.update
+            )
             if found is None:
                 return dataclasses.replace(
                     simulated, warnings=(*problems, *simulated.warnings)
@@ -250,13 +262,12 @@ def _basis(request: Request, mode: str, cluster: Cluster) -> Measured | str | No
 
 
 def _measured(
-    request: Request, basis: Measured | str, cluster: Cluster, answer: Mapping[str, Any],
-    simulated: Projection, progress: child.Progress,
+    request: Request, basis: Measured | str, cluster: Cluster, question: dict[str, Any],
+    answer: Mapping[str, Any], simulated: Projection, progress: child.Progress,
 ) -> tuple[Measured | None, list[str]]:  # fmt: skip
     """What was measured of the job, now or in an earlier run; None and why where it can't be."""
     if not isinstance(basis, str):
         return basis, []
-    question = _question(request, cluster)
     if request.shrink is None:
         problem = measured.too_large(simulated.memory, basis, cluster)
         if problem:
@@ -283,7 +294,7 @@ def _table(path: str) -> Any:
         ) from error
 
 
-def _question(request: Request, cluster: Cluster) -> dict[str, Any]:
+def _question(request: Request, cluster: Cluster, uneven: Uneven) -> dict[str, Any]:
     """What the bootstrap is asked; see :mod:`primus_ext.emulate.bootstrap`."""
     from primus_ext.runner import emulation
 
@@ -295,6 +306,7 @@ def _question(request: Request, cluster: Cluster) -> dict[str, Any]:
         "overrides_removed": list(request.removed),
         "name": request.name,
         **({} if request.routing is None else {"routing": _table(request.routing)}),
+        **({} if uneven.skew is None else {"expert_skew": uneven.skew}),
         **emulation.question(cluster),
     }
 

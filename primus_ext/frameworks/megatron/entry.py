@@ -68,9 +68,9 @@ def project(original: Callable[..., Any], call: inspect.BoundArguments) -> None:
         many_shapes,
         measuring,
         plans,
-        rank,
         real_rank,
         roles,
+        uneven,
         whole_rank,
     )
 
@@ -106,13 +106,7 @@ def project(original: Callable[..., Any], call: inspect.BoundArguments) -> None:
         traces: list[RankTrace] = []
         for number, (pp_ranks, member) in enumerate(members):
             active.progress(number, len(members), f"pipeline stage {pp_ranks[0]}")
-            traces.append(
-                active.in_fork(
-                    lambda pp_ranks=pp_ranks, member=member: rank.trace(
-                        original, call, pp_ranks, member
-                    )
-                )
-            )
+            traces.append(uneven.trace(active, original, call, pp_ranks, member))
         active.progress(len(members), len(members), "composing")
         program = plans.program(active.request)
     except session.ProgramError as error:

@@ -1,4 +1,4 @@
-"""How many tokens each expert gets: the same number, or what was recorded in a real run."""
+"""How many tokens each expert gets: the same number, what was recorded, or as skewed as asked."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import Any
 
 from primus_ext.emulate.deep_ep.load import Load
 from primus_ext.emulate.session import ProgramError, current
+from primus_ext.frameworks.megatron import expert_skew, moe_layers
 
 _FORMAT = (
     '{"tokens": T, "layers": {"1": [copies of T tokens that expert 0 gets, ...], ...}} with one '
@@ -116,7 +117,53 @@ def balanced(tokens: int, experts: int, topk: int) -> tuple[int, ...]:
     return tuple(base + (expert < extra) for expert in range(experts))
 
 
+def counts_of(layer: str) -> tuple[int, ...] | None:
+    """What was recorded of a layer, None where nothing was."""
+    recorded = table()
+    return recorded.layers.get(layer) if recorded else None
+
+
+def is_uneven() -> bool:
+    """Whether something is said of how uneven experts are."""
+    return table() is not None or expert_skew.asked() is not None
+
+
+def by_rank(counts: Sequence[int], config: Any) -> tuple[int, ...]:
+    """Copies that each expert-parallel rank gets."""
+    local = config.num_moe_experts // config.expert_model_parallel_size
+    return tuple(sum(counts[e : e + local]) for e in range(0, len(counts), local))
+
+
+_stands_in: int | None = None
+"""The expert-parallel rank that does, in every layer, what the busiest one does there."""
+
+
+def stand_in(rank: int) -> None:
+    """Be the busiest rank of every layer from now on; meant for a fork.
+
+    Args:
+        rank: The expert-parallel rank of this process.
+    """
+    global _stands_in
+    _stands_in = rank
+
+
+def _turned(counts: Sequence[int], config: Any) -> int:
+    """By how many ranks a layer's experts are moved round, so that the busiest is this one."""
+    if _stands_in is None:
+        return 0
+    loads = by_rank(counts, config)
+    return _stands_in - loads.index(max(loads))
+
+
 def copies(layer: str, tokens: int, config: Any) -> tuple[int, ...]:
+    """As :func:`assigned`, in the order in which this process sees the experts."""
+    counts = assigned(layer, tokens, config)
+    local = config.num_moe_experts // config.expert_model_parallel_size
+    return expert_skew.moved(counts, _turned(counts, config) * local)
+
+
+def assigned(layer: str, tokens: int, config: Any) -> tuple[int, ...]:
     """Copies that each expert gets of one rank's tokens in one layer, after token dropping.
 
     Args:
@@ -125,12 +172,13 @@ def copies(layer: str, tokens: int, config: Any) -> tuple[int, ...]:
         config: Megatron's transformer config.
     """
     experts, topk = config.num_moe_experts, config.moe_router_topk
-    recorded = table()
-    counts = (
-        balanced(tokens, experts, topk)
-        if recorded is None
-        else recorded.row(layer, tokens, experts, topk)
-    )
+    recorded, skew = table(), expert_skew.asked()
+    if recorded is not None:
+        counts = recorded.row(layer, tokens, experts, topk)
+    elif skew is not None and skew > 1:
+        counts = expert_skew.skewed(moe_layers.place(layer, config), tokens, config, skew)
+    else:
+        counts = balanced(tokens, experts, topk)
     factor = config.moe_expert_capacity_factor
     if factor is None:
         return counts
@@ -200,8 +248,9 @@ def group_load(layer: str, tokens: int, config: Any, *, rank: int, etp: int, per
 
     recorded = table()
     known = recorded.ranks.get(layer) if recorded else None
+    turned = _turned(assigned(layer, tokens, config), config)
     to_ep = (
-        scaled(known, tokens, recorded.tokens)
+        expert_skew.moved(scaled(known, tokens, recorded.tokens), turned)
         if known and recorded
         else tuple(distinct(e, e + 1) for e in range(ep))
     )
@@ -216,13 +265,29 @@ def group_load(layer: str, tokens: int, config: Any, *, rank: int, etp: int, per
     )  # fmt: skip
 
 
-def heaviest_ep_rank(layers: Sequence[str], config: Any) -> int:
-    """The expert-parallel rank that gets the most tokens over the given layers; 0 if all alike."""
+_TOKENS = 1024
+"""Tokens for each expert, of which loads are told that were not recorded."""
+
+
+def of_layers(layers: Sequence[str], config: Any) -> dict[str, tuple[int, ...]]:
+    """Layer to copies that each expert-parallel rank gets of the same number of tokens."""
     recorded = table()
-    if recorded is None:
+    tokens = recorded.tokens if recorded else config.num_moe_experts * _TOKENS
+    return {layer: by_rank(assigned(layer, tokens, config), config) for layer in layers}
+
+
+def heaviest_of(by_layer: Sequence[Sequence[int]]) -> int:
+    """The expert-parallel rank that gets the most tokens over a stage's layers, in their order.
+
+    Of several the one with most tokens in the last layers: a stage holds most memory when its last
+    layer runs backward, and that layer's temporaries are then there too.
+    """
+    loads = list(zip(*by_layer[::-1], strict=True))
+    return max(range(len(loads)), key=lambda rank: (sum(loads[rank]), loads[rank]))
+
+
+def heaviest_ep_rank(layers: Sequence[str], config: Any) -> int:
+    """As :func:`heaviest_of`, of the layers with these keys; 0 if all ranks are alike."""
+    if not is_uneven() or not layers:
         return 0
-    ep = config.expert_model_parallel_size
-    local = config.num_moe_experts // ep
-    rows = [copies(layer, recorded.tokens, config) for layer in layers]
-    loads = [sum(sum(row[e * local : (e + 1) * local]) for row in rows) for e in range(ep)]
-    return loads.index(max(loads)) if rows else 0
+    return heaviest_of(list(of_layers(layers, config).values()))

@@ -11,7 +11,7 @@ from typing import Any
 from primus_ext import __version__
 from primus_ext.emulate import no_te, virtual_cuda
 from primus_ext.emulate.session import ProgramError, current
-from primus_ext.frameworks.megatron import offloading, roles
+from primus_ext.frameworks.megatron import expert_skew, offloading, roles
 from primus_ext.plan import (
     Batch,
     Model,
@@ -75,6 +75,9 @@ def read(args: Any, config: Any) -> Plan:
     """
     parallelism = _parallelism(args, config)
     recorded = current().request.get("routing") is not None
+    skew = expert_skew.asked()
+    if skew is not None:
+        expert_skew.require_legal(skew, config)
     return Plan(
         model=_model(args, config),
         parallelism=parallelism,
@@ -101,6 +104,7 @@ def read(args: Any, config: Any) -> Plan:
             if isinstance(getattr(args, name, None), (bool, int, float, str))
         }
         | {"transformer_engine_absent": _stood_in(), "recorded_routing": recorded}
+        | ({} if skew is None else {"expert_skew": skew})
         | {name: os.environ[name] for name in _ENVIRONMENT if name in os.environ},
     )
 

@@ -11,7 +11,15 @@ from collections.abc import Callable
 from typing import Any
 
 from primus_ext.emulate import echoing_peers, real_peers, session, tripwire, virtual_world
-from primus_ext.frameworks.megatron import fsdp, memory, plans, recording, roles, routing
+from primus_ext.frameworks.megatron import (
+    expert_load,
+    fsdp,
+    memory,
+    plans,
+    recording,
+    roles,
+    routing,
+)
 from primus_ext.observe.recorder import Recorder
 from primus_ext.plan import is_sharded
 from primus_ext.trace import RankTrace
@@ -35,6 +43,7 @@ def trace(
     call: inspect.BoundArguments,
     pp_ranks: tuple[int, ...],
     rank: int | None = None,
+    stands_in: int | None = None,
 ) -> RankTrace:
     """Be a rank of pipeline stage ``pp_ranks[0]`` and record it; meant to run in a fork.
 
@@ -43,8 +52,12 @@ def trace(
         call: The user's arguments to it.
         pp_ranks: Pipeline ranks that hold the same modules.
         rank: Global rank to be; by default the first of the stage, or the first whose experts get
-            most of the tokens, where their numbers were recorded.
+            most of the tokens, where their numbers differ.
+        stands_in: Its expert-parallel rank, to do what the busiest one does in every layer; None:
+            what it does itself.
     """
+    if stands_in is not None:
+        expert_load.stand_in(stands_in)
     if rank is None:
         args = plans.arguments()
         config = plans.transformer_config(call.arguments["cfg_container"])

@@ -6,17 +6,7 @@ from typing import Any
 
 from primus_ext.emulate.session import ProgramError
 from primus_ext.frameworks.megatron import expert_load, hybrid
-
-
-def layer_is_moe(config: Any) -> tuple[bool, ...]:
-    """For each transformer layer, whether it is a mixture of experts."""
-    layers = config.num_layers
-    if not config.num_moe_experts:
-        return (False,) * layers
-    frequency = config.moe_layer_freq
-    if isinstance(frequency, int):
-        return tuple(index % frequency == 0 for index in range(layers))
-    return tuple(bool(f) for f in frequency)
+from primus_ext.frameworks.megatron.moe_layers import layer_is_moe
 
 
 def stage_chunks(config: Any, pp_rank: int) -> list[tuple[str, ...]]:
@@ -97,16 +87,18 @@ def predictions_before(config: Any, stage: int) -> int:
 def distinct_stages(arguments: Any, config: Any) -> list[tuple[int, ...]]:
     """Pipeline ranks grouped by what they hold; the first of each group is run."""
     groups: dict[tuple, list[int]] = {}
-    recorded = expert_load.table()
     for pp_rank in range(config.pipeline_model_parallel_size):
         # with recorded counts no two layers are alike
-        counts = (
-            tuple(recorded.layers.get(name) for name in moe_layers(config, pp_rank))
-            if recorded
-            else ()
-        )
+        counts = tuple(expert_load.counts_of(name) for name in moe_layers(config, pp_rank))
         groups.setdefault((*stage_chunks(config, pp_rank), counts), []).append(pp_rank)
     return [tuple(members) for members in groups.values()]
+
+
+def expert_rank(pp_rank: int, rank: int, arguments: Any) -> int:
+    """The expert-parallel rank of a rank of a pipeline stage (order tp-ep)."""
+    etp = arguments.expert_tensor_parallel_size or arguments.tensor_model_parallel_size
+    behind = rank - global_rank(pp_rank, arguments)
+    return behind // etp % arguments.expert_model_parallel_size
 
 
 def moe_layers(config: Any, pp_rank: int) -> list[str]:
@@ -114,7 +106,23 @@ def moe_layers(config: Any, pp_rank: int) -> list[str]:
     moe = layer_is_moe(config)
     chunks = range(config.virtual_pipeline_model_parallel_size or 1)
     held = [layer for chunk in chunks for layer in chunk_layers(config, pp_rank, chunk)]
-    return [str(layer + 1) for layer in held if moe[layer]]
+    return [str(layer + 1) for layer in held if moe[layer]] + _moe_predictions(config, pp_rank)
+
+
+def _moe_predictions(config: Any, pp_rank: int) -> list[str]:
+    """Keys of its multi-token predictions, whose experts are those of the last layer."""
+    pp, vpp = config.pipeline_model_parallel_size, config.virtual_pipeline_model_parallel_size or 1
+    moe = layer_is_moe(config)
+    if not config.mtp_num_layers or not moe or not moe[-1] or hybrid.pattern(config) is not None:
+        return []
+    if config.pipeline_model_parallel_layout is None:
+        last = pp_rank == pp - 1
+        return [f"mtp.{number + 1}" for number in range(config.mtp_num_layers if last else 0)]
+    found = []
+    for stage in range(pp_rank, pp * vpp, pp):
+        first, end = predictions_before(config, stage), predictions_before(config, stage + 1)
+        found += [f"mtp.{number + 1}" for number in range(first, end)]
+    return found
 
 
 def heaviest(pp_rank: int, arguments: Any, config: Any) -> int:
