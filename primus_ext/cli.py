@@ -177,6 +177,21 @@ def _database_parser(commands: argparse._SubParsersAction) -> None:
     taken.set_defaults(
         run=lambda asked: databases().import_(asked.db, asked.source, asked.accelerator)
     )
+    _needs_parser(action("missing", "tell what configurations need that is not there"))
+    measure = _needs_parser(
+        action("measure", "measure on this machine what configurations need that is not there")
+    )
+    measure.add_argument("--repetitions", type=int, default=7, metavar="N",
+                         help="samples of each op (default 7)")
+    measure.add_argument("--all", action="store_true", help="interpolate nothing")
+    measure.add_argument("--budget", type=float, metavar="SECONDS",
+                         help="stop after so much device time")
+    measure.set_defaults(
+        run=lambda asked: databases().measure(
+            asked.db, asked.models, asked.target, asked.device, asked.repetitions, asked.all,
+            asked.budget,
+        )
+    )  # fmt: skip
     prune = action("prune", "remove rows for which all holds that is asked")
     prune.add_argument("--source", default="", help="part of the name of their source")
     prune.add_argument("--device", default="", help="part of the name of their device")
@@ -188,6 +203,18 @@ def _database_parser(commands: argparse._SubParsersAction) -> None:
             asked.db, asked.source, asked.device, asked.before, asked.unsteady, asked.superseded
         )
     )
+
+
+def _needs_parser(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    parser.add_argument("models", type=Path, help="models, e.g. validation/latency_db_models.yaml")
+    parser.add_argument("--target", default="h100", metavar="NAME",
+                        help="accelerator that their programs are recorded for (default h100)")
+    parser.add_argument("--device", help="as torch names it (default: cuda where there is a GPU, "
+                        "else cpu)")  # fmt: skip
+    parser.set_defaults(
+        run=lambda asked: databases().missing(asked.db, asked.models, asked.target, asked.device)
+    )
+    return parser
 
 
 def _import(asked: argparse.Namespace) -> int:

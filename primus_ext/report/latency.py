@@ -24,17 +24,31 @@ def stats(path: str, counts: Sequence[Mapping[str, Any]], console: Console) -> N
         console: Where to.
     """
     console.print(path, soft_wrap=True, highlight=False)
-    table = Table(box=None, pad_edge=False)
-    for name in (*_LEFT, "rows", "signatures", "samples", "device time", "unsteady"):
-        table.add_column(name, justify="left" if name in _LEFT else "right")
-    for count in counts:
-        table.add_row(
-            *(count[name] for name in _LEFT),
-            *(f"{count[name]:,}" for name in ("rows", "signatures", "samples")),
-            units.seconds(count["seconds"]),
-            f"{count['unsteady']:,}",
-        )
-    console.print(table, width=max(_WIDE, console.width), soft_wrap=True)
+    table(
+        [
+            {**{name: count[name] for name in (*_LEFT, "rows", "signatures", "samples")},
+             "device time": units.seconds(count["seconds"]), "unsteady": count["unsteady"]}
+            for count in counts
+        ],
+        console,
+    )  # fmt: skip
+
+
+def table(rows: Sequence[Mapping[str, Any]], console: Console) -> None:
+    """Print rows of equal keys; numbers stand on the right.
+
+    Args:
+        rows: By column; none prints nothing.
+        console: Where to.
+    """
+    if not rows:
+        return
+    made = Table(box=None, pad_edge=False)
+    for name, value in rows[0].items():
+        made.add_column(name, justify="left" if isinstance(value, str) else "right")
+    for row in rows:
+        made.add_row(*(v if isinstance(v, str) else f"{v:,}" for v in row.values()))
+    console.print(made, width=max(_WIDE, console.width), soft_wrap=True)
 
 
 def lines(found: Sequence[str], console: Console) -> None:

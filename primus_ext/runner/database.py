@@ -20,7 +20,10 @@ from primus_ext.cost.latency_db import (
     files,
 )
 from primus_ext.report import latency
+from primus_ext.runner.database_fill import measure, missing
 from primus_ext.runner.outcome import Exit, UsageError, write_asked
+
+__all__ = ["export", "import_", "measure", "missing", "opened", "prune", "stats"]
 
 TABLES = "aiconfigurator-core"
 """Given for a file: the tables of that package."""
