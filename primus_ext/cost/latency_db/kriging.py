@@ -21,6 +21,8 @@ MOST = 256
 """Values that take part; of more, the nearest to the place that is asked."""
 LEVEL = 0.9
 """Share of left-out values that the interval holds."""
+_STUDENT = (6.314, 2.920, 2.353, 2.132, 2.015, 1.943, 1.895)
+"""95 % quantile of Student's t with 1, 2, ... degrees of freedom: two-sided :data:`LEVEL`."""
 _FEW = 4
 """Values below which nothing is chosen: the middle reach and scatter."""
 
@@ -79,16 +81,22 @@ class Field:
         )
 
 
-def quantile(residuals: Sequence[float], level: float = LEVEL) -> float:
-    """The smallest size of residuals that ``level`` of further ones are expected to stay within.
+def quantile(residuals: Sequence[float]) -> float:
+    """The size that :data:`LEVEL` of further residuals are expected to stay within.
+
+    From nine residuals on it is one of them, as in split conformal prediction.  Below, errors are
+    taken to be normal, and the quantile is Student's.
 
     Args:
-        residuals: Each over its expected deviation; at least one.
-        level: Share.
+        residuals: Each over its expected deviation.
     """
+    count = len(residuals)
+    if count < 2:
+        return math.inf
+    if count - 1 <= len(_STUDENT):
+        return _STUDENT[count - 2] * math.sqrt(math.fsum(r * r for r in residuals) / count)
     sizes = sorted(abs(r) for r in residuals)
-    rank = math.ceil((len(sizes) + 1) * level)
-    return sizes[min(rank, len(sizes)) - 1]
+    return sizes[math.ceil((count + 1) * LEVEL) - 1]
 
 
 def _chosen(places: np.ndarray, values: np.ndarray) -> tuple[float, float, tuple[float, ...]]:

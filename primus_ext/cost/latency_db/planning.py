@@ -2,8 +2,8 @@
 
 What is not measured is interpolated, so an op is measured because it makes others certain: in every
 kind of work the next one is that which removes most uncertainty for its cost.  Uncertainty of an
-op is the width of its interval times its share of the configuration's time.  Candidates are the
-wanted ops and those of the same layers with fewer tokens, which cost less.
+op is the half width of its interval times its share of the configuration's time.  Candidates are
+the wanted ops and those of the same layers with fewer tokens, which cost less.
 """
 
 from __future__ import annotations
@@ -17,15 +17,14 @@ from primus_ext.cost.latency_db import kinds
 from primus_ext.cost.latency_db.regression import Model, Regression
 from primus_ext.trace import Op
 
-TOLERANCE = 0.10
-"""Half width of an interval, in logarithms, with which an op counts as known: the spread of
-repeated kernels (:data:`~primus_ext.cost.latency_db.rows.STEADY_SPREAD`)."""
-NEGLIGIBLE = 0.002
-"""Share of a configuration's time below which an op needs no interval, but one op of its kind."""
+TOLERANCE = 0.05
+"""Share of a configuration's time that may be unknown when nothing more is measured."""
 _UNKNOWN = 1.0
 """Half width that stands for none: nothing of the kind was measured."""
 _REACH = 2.0
 """Octaves over which measuring one op makes another certain."""
+_LEAST = 1e-6
+"""Risk of an op that matters to no configuration: of such a kind the cheapest op is measured."""
 _SHORTEST_S = 1e-4
 """Ops shorter than that cost about as much to measure: they are repeated."""
 
@@ -39,8 +38,8 @@ class Doubt:
     """Estimated."""
     half: float
     """Half width of its interval, in logarithms."""
-    share: float
-    """Of the time of the configuration where it takes most."""
+    risk: float
+    """Share of a configuration's time that is unknown because of it: the largest of all."""
 
 
 class Planner:
@@ -56,53 +55,67 @@ class Planner:
             configurations: How often each op runs, by configuration (ops in canonical form).
             sweep: Further ops that may be measured for them.
             model: As for :class:`~primus_ext.cost.latency_db.regression.Regression`.
-            tolerance: Half width of an interval with which an op counts as known.
+            tolerance: Share of a configuration's time that may stay unknown.
         """
         self._configurations = configurations
         self._model, self._tolerance = model, tolerance
         self.wanted = frozenset(op for ops in configurations.values() for op in ops)
+        self._kinds = {op: kinds.kind_of(op) for op in self.wanted.union(sweep)}
         self._candidates: dict[str, list[Op]] = defaultdict(list)
-        for op in sorted(self.wanted.union(sweep), key=repr):
-            self._candidates[kinds.kind_of(op)].append(op)
+        for op in sorted(self._kinds, key=repr):
+            self._candidates[self._kinds[op]].append(op)
 
     def doubts(self, known: Mapping[Op, float], refused: Iterable[Op] = ()) -> list[Doubt]:
-        """Wanted ops that are not known well enough.
+        """Wanted ops to measure something for.
+
+        Those of kinds of which nothing is known, and those of the kinds that make a configuration's
+        time uncertain.  Errors in one kind are taken to have one sign, errors of different kinds to
+        be independent.
 
         Args:
             known: Measured seconds.
             refused: Ops that can't be measured.
         """
-        regression, left_out = Regression(known.items(), self._model), set(refused)
-        estimates: dict[Op, tuple[float, float]] = {}
-        for op in self.wanted:
-            found = None if op in known else regression.estimate(op)
-            if op in known:
-                estimates[op] = known[op], 0.0
-            elif found is None:
-                estimates[op] = _guess(op), _UNKNOWN
-            else:
-                half = math.log(found.high / found.seconds) if math.isfinite(found.high) else (
-                    _UNKNOWN)  # fmt: skip
-                estimates[op] = found.seconds, _UNKNOWN if not found.points else half
-        shares = self._shares({op: seconds for op, (seconds, _) in estimates.items()})
+        left_out = set(refused)
+        guessed = self._guessed(Regression(known.items(), self._model), known)
+        risks: dict[Op, float] = {
+            op: 0.0 for op, (_, half) in guessed.items() if half >= _UNKNOWN and op not in left_out
+        }
+        for ops in self._configurations.values():
+            total = sum(guessed[op][0] * count for op, count in ops.items())
+            own: dict[str, dict[Op, float]] = defaultdict(dict)
+            for op, count in ops.items():
+                seconds, half = guessed[op]
+                if half and op not in left_out:
+                    own[self._kinds[op]][op] = half * seconds * count / total
+            for kind in _heaviest({k: sum(r.values()) for k, r in own.items()}, self._tolerance):
+                for op, risk in own[kind].items():
+                    risks[op] = max(risk, risks.get(op, 0.0))
         return [
-            Doubt(op, seconds, half, shares[op])
-            for op, (seconds, half) in sorted(estimates.items(), key=lambda item: repr(item[0]))
-            if half > self._tolerance
-            and op not in left_out
-            and (shares[op] > NEGLIGIBLE or half >= _UNKNOWN)
+            Doubt(op, *guessed[op], risk)
+            for op, risk in sorted(risks.items(), key=lambda item: repr(item[0]))
         ]
 
-    def _shares(self, seconds: Mapping[Op, float]) -> dict[Op, float]:
-        found: dict[Op, float] = defaultdict(float)
-        for ops in self._configurations.values():
-            total = sum(seconds[op] * count for op, count in ops.items())
-            for op, count in ops.items():
-                found[op] = max(found[op], seconds[op] * count / total)
+    def _guessed(
+        self, regression: Regression, known: Mapping[Op, float]
+    ) -> dict[Op, tuple[float, float]]:
+        """Seconds and half width of every wanted op."""
+        found: dict[Op, tuple[float, float]] = {}
+        for op in self.wanted:
+            estimate = None if op in known else regression.estimate(op)
+            if op in known:
+                found[op] = known[op], 0.0
+            elif estimate is None:
+                found[op] = _guess(op), _UNKNOWN
+            elif not estimate.sound:
+                found[op] = estimate.seconds, _UNKNOWN
+            else:
+                half = math.log(estimate.high / estimate.seconds)
+                found[op] = estimate.seconds, min(half, 0.99 * _UNKNOWN)
         return found
 
     def next(self, known: Mapping[Op, float], refused: Sequence[Op] = ()) -> list[Op]:
-        """What to measure now, one op of each kind that has doubts; empty when all is known.
+        """What to measure now, one op of each kind in doubt; empty when enough is known.
 
         Args:
             known: Measured seconds.
@@ -111,22 +124,37 @@ class Planner:
         regression, left_out = Regression(known.items(), self._model), set(refused)
         by_kind: dict[str, list[Doubt]] = defaultdict(list)
         for doubt in self.doubts(known, refused):
-            by_kind[kinds.kind_of(doubt.op)].append(doubt)
+            by_kind[self._kinds[doubt.op]].append(doubt)
         found = []
         for kind, doubts in by_kind.items():
             free = [op for op in self._candidates[kind] if op not in known and op not in left_out]
             if not free:
                 continue
-            places = [(kinds.place_of(d.op), d.half * d.share) for d in doubts]
-            found.append(max(free, key=lambda op: _worth(op, places, regression)))  # noqa: B023
+            places = [(kinds.place_of(doubt.op), doubt.risk) for doubt in doubts]
+            worth = {op: _worth(op, places, regression) for op in free}
+            found.append(max(free, key=worth.__getitem__))
         return found
+
+
+def _heaviest(risks: Mapping[str, float], tolerance: float) -> list[str]:
+    """The kinds without whose risks the others together stay within the tolerance."""
+    left = math.fsum(risk * risk for risk in risks.values())
+    found = []
+    for kind, risk in sorted(risks.items(), key=lambda item: -item[1]):
+        if left <= tolerance * tolerance:
+            break
+        found.append(kind)
+        left -= risk * risk
+    return found
 
 
 def _worth(op: Op, doubts: Sequence[tuple[kinds.Place, float]], regression: Regression) -> float:
     """Doubt that measuring an op removes, over what it costs."""
     place, estimate = kinds.place_of(op), regression.estimate(op)
     seconds = estimate.seconds if estimate else _guess(op)
-    removed = sum(risk * math.exp(-math.dist(place, at) / _REACH) for at, risk in doubts)
+    removed = sum(
+        max(risk, _LEAST) * math.exp(-math.dist(place, at) / _REACH) for at, risk in doubts
+    )
     return removed / max(seconds, _SHORTEST_S)
 
 

@@ -13,8 +13,6 @@ from primus_ext.cost.latency_db.store import LatencyDatabase
 from primus_ext.cost.priced import TABLE, Priced
 from primus_ext.trace import Family, Op
 
-FARTHEST = 3.0
-"""Octaves to the nearest measured op beyond which the formulas are asked instead."""
 _NAMELESS = (Family.GEMM, Family.GROUPED_GEMM, Family.ATTENTION)
 
 
@@ -98,8 +96,8 @@ class Prices:
     def price(self, op: Op) -> tuple[Priced, Clock] | None:
         """The price of an op and in which condition it holds; None if the database has none.
 
-        It has one for what was measured, and for what lies within :data:`FARTHEST` octaves of that,
-        in the same kind of work, if there are enough measurements for an interval.
+        It has one for what was measured, and for what lies near that in the same kind of work
+        (:attr:`~primus_ext.cost.latency_db.regression.Estimate.sound`).
         """
         try:
             wanted = signature.canonical(op)
@@ -110,7 +108,7 @@ class Prices:
             return _exact(row), row.clock
         for clock in (Clock.SUSTAINED, Clock.BOOST):
             found = self.estimate(wanted, clock)
-            if found and found.octaves <= FARTHEST and math.isfinite(found.high):
+            if found and found.sound:
                 return _between(found), clock
         return None
 

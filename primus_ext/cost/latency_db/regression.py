@@ -2,7 +2,7 @@
 
 As with measured tables (:mod:`primus_ext.cost.measured`), what is interpolated is measured over
 modelled: the model has the trend, the measurements what it misses.  The model is the caller's, or,
-for a device that we have no figures of, a roofline whose three numbers the measurements give.
+for a device that we have no figures of, a roofline whose numbers the measurements give.
 """
 
 from __future__ import annotations
@@ -14,14 +14,17 @@ import statistics
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
+import numpy as np
+
 from primus_ext.cost.latency_db import kinds
 from primus_ext.cost.latency_db.kriging import Field, quantile
-from primus_ext.trace import Family, Op
+from primus_ext.trace import Op
 
+FARTHEST = 2.0
+"""Octaves to the nearest measured op of the kind within which an estimate can be trusted: beyond,
+caches, allocations or another kernel may change what the measured ones show."""
 Model = Callable[[Op], float]
 """Modelled seconds of an op."""
-_UPPER = 0.9
-"""Quantile of the reached rates that the roofline takes for the device's."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -31,51 +34,75 @@ class Estimate:
     seconds: float
     low: float
     high: float
-    """Interval that holds 90 % of left-out measurements (:data:`..kriging.LEVEL`)."""
+    """Interval that holds 90 % of left-out measurements
+    (:data:`primus_ext.cost.latency_db.kriging.LEVEL`); infinite from a single one."""
     octaves: float
     """Distance to the nearest measured op of its kind; infinite where there is none."""
     points: int
     """Measured ops of its kind."""
 
+    @property
+    def sound(self) -> bool:
+        """Whether it stands between measurements: near enough, and more than one."""
+        return self.octaves <= FARTHEST and math.isfinite(self.high)
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Roofline:
-    """A device in three numbers."""
+    """A device in three numbers for each family and number format."""
 
-    flops: Mapping[str, float]
-    """FLOP/s by number format."""
-    bandwidth: float
-    """Bytes/s."""
-    start_s: float
-    """Of the shortest op."""
+    costs: Mapping[str, tuple[float, float, float]]
+    """Seconds of a start, of a FLOP and of a byte, none negative."""
 
     def seconds(self, op: Op) -> float:
-        """Start, computation and traffic one after another."""
-        rate = self.flops.get(str(op.attr("dtype", ""))) or max(self.flops.values(), default=0.0)
-        compute = op.flops / rate if op.flops and rate else 0.0
-        return self.start_s + compute + op.bytes / self.bandwidth
+        """Start, computation and traffic one after another.
+
+        Raises:
+            ValueError: Nothing like it was measured.
+        """
+        found = self.costs.get(_likeness(op))
+        if found is None:
+            raise ValueError(f"nothing like {op.name} was measured")
+        return found[0] + found[1] * op.flops + found[2] * op.bytes
 
     @classmethod
-    def of(cls, measured: Sequence[tuple[Op, float]]) -> Roofline:
-        """What measured ops reached.
+    def of(cls, measured: Iterable[tuple[Op, float]]) -> Roofline:
+        """The one that is nearest to measured ops, in relative error.
 
         Args:
-            measured: Ops and their seconds, at least one.
+            measured: Ops and their seconds.
         """
-        rates: dict[str, list[float]] = defaultdict(list)
+        alike: dict[str, list[tuple[float, float, float]]] = defaultdict(list)
         for op, seconds in measured:
-            if op.flops and op.family is not Family.MEMORY:
-                rates[str(op.attr("dtype", ""))].append(op.flops / seconds)
-        streams = [op.bytes / seconds for op, seconds in measured if op.bytes]
-        return cls(
-            flops={dtype: _upper(found) for dtype, found in rates.items()},
-            bandwidth=_upper(streams) if streams else math.inf,
-            start_s=min(seconds for _, seconds in measured),
-        )
+            row = (1 / seconds, op.flops / seconds, op.bytes / seconds)
+            alike[_likeness(op)].append(row)
+        return cls({name: _not_negative(rows) for name, rows in alike.items()})
 
 
-def _upper(values: list[float]) -> float:
-    return sorted(values)[math.ceil(_UPPER * len(values)) - 1]
+def _likeness(op: Op) -> str:
+    return f"{op.family} {op.attr('dtype', '')}"
+
+
+def _not_negative(rows: Sequence[tuple[float, float, float]]) -> tuple[float, float, float]:
+    """Costs, none negative, whose products with the rows come nearest to 1.
+
+    They are the best of all choices of costs that are zero (three costs have seven).
+    """
+    system = np.asarray(rows)
+    best, found = math.inf, (0.0, 0.0, 0.0)
+    for chosen in itertools.product((False, True), repeat=3):
+        columns = [i for i, taken in enumerate(chosen) if taken and system[:, i].any()]
+        if not columns:
+            continue
+        part = system[:, columns] / (scale := np.abs(system[:, columns]).max(axis=0))
+        solved = np.linalg.lstsq(part, np.ones(len(system)), rcond=None)[0]
+        error = float(((part @ solved - 1.0) ** 2).sum())
+        if (solved > 0).all() and error < best - 1e-12:
+            best, costs = error, [0.0, 0.0, 0.0]
+            for column, cost in zip(columns, solved / scale, strict=True):
+                costs[column] = float(cost)
+            found = costs[0], costs[1], costs[2]
+    return found
 
 
 class Regression:
@@ -89,7 +116,7 @@ class Regression:
             model: Modelled seconds; None: a roofline of the measurements themselves.
         """
         points = list(measured)
-        self._model = model or (Roofline.of(points).seconds if points else None)
+        self._model = model or Roofline.of(points).seconds
         places: dict[str, list[kinds.Place]] = defaultdict(list)
         values: dict[str, list[float]] = defaultdict(list)
         for op, seconds in points:
@@ -99,15 +126,14 @@ class Regression:
                 places[kind].append(kinds.place_of(op))
                 values[kind].append(math.log(seconds / modelled))
         self._fields = {kind: Field(places[kind], values[kind]) for kind in places}
-        self._groups: dict[str, list[str]] = defaultdict(list)
-        for kind in self._fields:
-            self._groups[kinds.group_of(kind)].append(kind)
-        self._means = {kind: statistics.fmean(values[kind]) for kind in values}
+        self._means: dict[str, list[float]] = defaultdict(list)
+        for kind, found in values.items():
+            self._means[kinds.group_of(kind)].append(statistics.fmean(found))
 
     def _modelled(self, op: Op) -> float | None:
         """Modelled seconds; None for what the model has no price of."""
         try:
-            return self._model(op) if self._model else None
+            return self._model(op)
         except ValueError:
             return None
 
@@ -118,37 +144,17 @@ class Regression:
             op: In canonical form.
         """
         kind = kinds.kind_of(op)
-        field, group = self._fields.get(kind), kinds.group_of(kind)
-        modelled = self._modelled(op) if group in self._groups else None
-        if modelled is None:
+        field, means = self._fields.get(kind), self._means.get(kinds.group_of(kind))
+        modelled = self._modelled(op) if means else None
+        if modelled is None or not means:
             return None
-        if field is None:
-            return self._by_family(modelled, group)
+        if field is None:  # as the other kinds of the family, which lie as far apart as they do
+            middle = statistics.median(means)
+            far = quantile([mean - middle for mean in means])
+            return _estimate(modelled * math.exp(middle), far, math.inf, 0)
         found = field.at(kinds.place_of(op))
-        half = self._half_width(kind, group, found.deviation)
-        seconds = modelled * math.exp(found.value)
-        return Estimate(
-            seconds, seconds * math.exp(-half), seconds * math.exp(half), found.octaves, len(field)
-        )
-
-    def _half_width(self, kind: str, group: str, deviation: float) -> float:
-        """Of the interval, in logarithms: the kind's own residuals, else those of its family."""
-        own = self._fields[kind].residuals
-        if len(own) < _ENOUGH:
-            family = [self._fields[other].residuals for other in self._groups[group]]
-            own = tuple(itertools.chain.from_iterable(family))
-        if not own:
-            return math.inf
-        return quantile(own) * deviation
-
-    def _by_family(self, modelled: float, group: str) -> Estimate:
-        """A kind of which nothing was measured: as the other kinds of the family, and as far."""
-        means = [self._means[kind] for kind in self._groups[group]]
-        middle = statistics.median(means)
-        half = max((abs(mean - middle) for mean in means), default=0.0) if len(means) > 1 else (
-            math.inf)  # fmt: skip
-        seconds = modelled * math.exp(middle)
-        return Estimate(seconds, seconds * math.exp(-half), seconds * math.exp(half), math.inf, 0)
+        half = quantile(field.residuals) * found.deviation
+        return _estimate(modelled * math.exp(found.value), half, found.octaves, len(field))
 
     @property
     def kinds(self) -> dict[str, int]:
@@ -156,5 +162,6 @@ class Regression:
         return {kind: len(field) for kind, field in self._fields.items()}
 
 
-_ENOUGH = 9
-"""Left-out residuals from which a kind's own 90 % quantile is one of them and not beyond."""
+def _estimate(seconds: float, half: float, octaves: float, points: int) -> Estimate:
+    high = seconds * math.exp(half) if math.isfinite(half) else math.inf
+    return Estimate(seconds, seconds * math.exp(-half), high, octaves, points)

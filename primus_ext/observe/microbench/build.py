@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from primus_ext.observe.microbench import attention, pointwise, products, substitutes
+from primus_ext.observe.microbench import attention, pointwise, products, substitutes, te_kernels
 from primus_ext.observe.microbench.tensors import CannotRun, Run
 from primus_ext.trace import Family, Op
 
@@ -26,6 +26,8 @@ def build(op: Op, device: torch.device) -> tuple[Run, str]:
     """
     if op.family not in _RUNNABLE or op.collective is not None:
         raise CannotRun(f"{op.name} of family {op.family} is not one device's work")
+    if op.name.startswith("primus_te.") and device.type == "cuda" and te_kernels.installed():
+        return te_kernels.build(op, device)
     if op.family is Family.GEMM:
         return products.dense(op, device)
     if op.family is Family.GROUPED_GEMM:

@@ -206,15 +206,22 @@ def _gathered(op: Op, device: torch.device) -> Run:
 
 def _scattered(op: Op, device: torch.device) -> Run:
     name = op.name.removeprefix("aten.")
-    if len(op.inputs) != 3:
+    if len(op.inputs) not in (2, 3):
         raise unknown(op)
-    data, values = make(op.inputs[0], device), make(op.inputs[2], device)
-    rows = op.inputs[1]
-    dim = next((d for d, (a, b) in enumerate(zip(data.shape, values.shape, strict=False))
+    data, rows = make(op.inputs[0], device), op.inputs[1]
+    values: Any = make(op.inputs[2], device) if len(op.inputs) == 3 else 1
+    dim = next((d for d, (a, b) in enumerate(zip(data.shape, rows.shape, strict=False))
                 if a != b), 0)  # fmt: skip
     places = _indices(rows, data.shape[dim], device)
     function = getattr(aten, name)
     return lambda: function(data, dim, places, values)
+
+
+def _index_added(op: Op, device: torch.device) -> Run:
+    data, values = make(op.inputs[0], device), make(op.inputs[2], device)
+    places = _indices(op.inputs[1], data.shape[0], device)
+    function = getattr(aten, op.name.removeprefix("aten."))
+    return lambda: function(data, 0, places, values)
 
 
 def _masked(op: Op, device: torch.device) -> Run:
@@ -257,6 +264,14 @@ def _selected(op: Op, device: torch.device) -> Run:
     return lambda: torch.where(*inputs)
 
 
+def _slice_gradient(op: Op, device: torch.device) -> Run:
+    (gradient,), whole = inputs_of(op, device), list(op.outputs[0].shape)
+    dims = [d for d, size in enumerate(gradient.shape) if size != whole[d]]
+    dim = dims[0] if dims else 0
+    end = gradient.shape[dim]
+    return lambda: aten.slice_backward(gradient, whole, dim, 0, end, 1)
+
+
 def _sorted(op: Op, device: torch.device) -> Run:
     (data,) = inputs_of(op, device)
     if op.name == "aten.topk":
@@ -277,9 +292,10 @@ _SPECIAL: dict[str, Callable[[Op, torch.device], Run]] = {
     "embedding": _embedded, "embedding_dense_backward": _unembedded, "index": _indexed,
     "index_put_": _put, "index_put": _put, "_index_put_impl_": _put, "index_select": _gathered,
     "gather": _gathered, "scatter": _scattered, "scatter_": _scattered, "scatter_add": _scattered,
-    "scatter_add_": _scattered, "masked_fill": _masked, "masked_fill_": _masked,
-    "_softmax": _softmax, "_log_softmax": _softmax, "_softmax_backward_data": _softmax,
-    "_log_softmax_backward_data": _softmax, "native_layer_norm": _layer_norm,
-    "native_layer_norm_backward": _layer_norm_backward, "where": _selected, "sort": _sorted,
-    "topk": _sorted, "_foreach_norm": _norms,
+    "scatter_add_": _scattered, "index_add": _index_added, "index_add_": _index_added,
+    "masked_fill": _masked, "masked_fill_": _masked, "_softmax": _softmax, "_log_softmax": _softmax,
+    "_softmax_backward_data": _softmax, "_log_softmax_backward_data": _softmax,
+    "native_layer_norm": _layer_norm, "native_layer_norm_backward": _layer_norm_backward,
+    "where": _selected, "sort": _sorted, "topk": _sorted, "_foreach_norm": _norms,
+    "slice_backward": _slice_gradient,
 }  # fmt: skip
