@@ -26,7 +26,7 @@ from primus_ext.cost.latency_db.regression import Regression, Roofline
 from primus_ext.cost.model import CostModel
 from primus_ext.cost.priced import MODEL, TABLE
 from primus_ext.trace import Family, Op, TensorSpec
-from tests.latency_rows import product, row
+from tests.latency_rows import CPU, product, row
 
 
 def stream(elements: int, name: str = "aten.exp") -> Op:
@@ -203,7 +203,7 @@ def test_the_cost_model_asks_the_database_of_its_product_first(tmp_path: Path) -
             assert found.seconds / plain.op_seconds(op).seconds == pytest.approx(1.25625)
             assert found.interval and found.interval[0] <= found.seconds <= found.interval[1]
         between, formula = (m.op_seconds(bf16(3072)) for m in (model, plain))
-        assert between.evidence.startswith(f"{TABLE}: 4 of its kind")
+        assert between.evidence == TABLE and between.basis.startswith("4 of its kind measured")
         assert between.seconds / formula.seconds == pytest.approx(1.256, rel=0.02)
         assert between.interval and between.interval[0] < between.seconds < between.interval[1]
         for op in (bf16(8), stream(2**20)):  # too far, and nothing of its family
@@ -221,6 +221,20 @@ def test_times_of_training_are_not_slowed_again(tmp_path: Path) -> None:
         assert model.op_seconds(op).seconds == 3e-3
         renamed = dataclasses.replace(op, name="primus_te.gemm", inputs=(), outputs=())
         assert model.op_seconds(renamed).seconds == 3e-3
+
+
+def test_a_cpu_is_priced_from_rows_of_that_very_one(tmp_path: Path) -> None:
+    op, cluster = bf16(4096), load_cluster("h100", 1, 8)
+    with LatencyDatabase(tmp_path / "a.sqlite") as database:
+        database.add([row(op, 5.0), row(op, 9.0, device=dataclasses.replace(CPU, threads=2))])
+        prices = Prices.of(database, device=CPU)
+        model = CostModel(cluster, tables=False, alone=True, database=prices)
+        assert model.op_seconds(op).seconds == 5.0
+        assert model.op_seconds(op).basis == "1 samples of aten.mm on a CPU"
+        nobody = CostModel(cluster, tables=False, alone=True, database=database)
+        assert nobody.op_seconds(op).evidence == MODEL
+        with pytest.raises(ValueError, match="one device"):
+            Prices.of(database)
 
 
 def test_the_newest_steady_row_counts(tmp_path: Path) -> None:

@@ -41,7 +41,7 @@ class CostModel:
         self, cluster: Cluster, gemm_backend: str = "", tables: Measured | bool = True,
         conditions: Conditions | None = None, alone: bool = False,
         measured_collectives: MeasuredCollectives | None = None,
-        database: LatencyDatabase | None = None,
+        database: LatencyDatabase | Prices | None = None,
     ) -> None:  # fmt: skip
         """Price for ``cluster``.
 
@@ -55,7 +55,8 @@ class CostModel:
             alone: As in a short run on an idle device at boost clock, not as in training.
             measured_collectives: Go before the model, where they carry; None: the model alone.
             database: Times measured on this product, which come before everything else; between
-                them the formulas have the trend.
+                them the formulas have the trend.  For a CPU, which is no product of ours, the
+                prices of that very device (``Prices.of``).
 
         Raises:
             CostError: No such backend, or collectives of another accelerator.
@@ -88,9 +89,11 @@ class CostModel:
             self._priced[op] = found
         return found
 
-    def _prices(self, database: LatencyDatabase) -> Prices:
+    def _prices(self, database: LatencyDatabase | Prices) -> Prices:
         from primus_ext.cost.latency_db.prices import Prices  # NumPy
 
+        if isinstance(database, Prices):
+            return database
         name = self.cluster.accelerator.name
         return Prices.of(database, accelerator=name, model=self._modelled)
 

@@ -114,14 +114,15 @@ class Prices:
 
 
 def _exact(row: Row) -> Priced:
-    half = max(row.spread, 0.0)
-    interval = row.median * math.exp(-half), row.median * math.exp(half)
-    return Priced(row.median, TABLE, {"measured": row.median}, interval)
+    interval = row.median * math.exp(-row.spread), row.median * math.exp(row.spread)
+    words = f"{len(row.samples)} samples of {row.kernel} on {row.device.product}"
+    return Priced(row.median, TABLE, {"measured": row.median}, interval, words)
 
 
 def _between(found: Estimate) -> Priced:
-    words = f"{TABLE}: {found.points} of its kind, {found.octaves:.1f} octaves away"
-    return Priced(found.seconds, words, {"measured": found.seconds}, (found.low, found.high))
+    words = f"{found.points} of its kind measured, the nearest {found.octaves:.1f} octaves away"
+    interval = found.low, found.high
+    return Priced(found.seconds, TABLE, {"measured": found.seconds}, interval, words)
 
 
 def _chosen(rows: Iterable[Row]) -> dict[Op, Row]:

@@ -9,6 +9,8 @@ from typing import Any
 import psutil
 import torch
 
+from primus_ext import this_machine
+
 _FRAMEWORKS = ("megatron-core", "transformer-engine")
 
 
@@ -27,7 +29,7 @@ def described(device: torch.device) -> dict[str, Any]:
 def free_bytes(device: torch.device) -> int:
     """Memory that tensors may still take."""
     if device.type == "cpu":
-        return int(psutil.virtual_memory().available)
+        return min(int(psutil.virtual_memory().available), this_machine.memory())
     return int(torch.cuda.mem_get_info(device)[0])
 
 
@@ -50,8 +52,8 @@ def _cpu() -> dict[str, Any]:
     return {
         "product": names[0] if names else "unknown CPU",
         "kind": "cpu",
-        "memory_bytes": int(psutil.virtual_memory().total),
-        "units": psutil.cpu_count(logical=False) or psutil.cpu_count() or 0,
+        "memory_bytes": this_machine.memory(),
+        "units": this_machine.cores(),
         "threads": torch.get_num_threads(),
         "clock_hz": float(frequency.max) * 1e6 if frequency else 0.0,
     }
