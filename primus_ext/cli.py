@@ -207,8 +207,8 @@ def _database_parser(commands: argparse._SubParsersAction) -> None:
 
 def _needs_parser(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     parser.add_argument("models", type=Path, help="models, e.g. validation/latency_db_models.yaml")
-    parser.add_argument("--target", default="h100", metavar="NAME",
-                        help="accelerator that their programs are recorded for (default h100)")
+    parser.add_argument("--target", metavar="NAME", help="accelerator that their programs are "
+                        "recorded for (default: the one that is here, else h100)")  # fmt: skip
     parser.add_argument("--device", help="as torch names it (default: cuda where there is a GPU, "
                         "else cpu)")  # fmt: skip
     parser.set_defaults(

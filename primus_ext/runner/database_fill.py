@@ -22,6 +22,8 @@ from primus_ext.runner.measuring import Microbench
 from primus_ext.runner.outcome import Exit, UsageError
 from primus_ext.trace import Op
 
+_USUAL = "h100"
+"""What programs are recorded for where no accelerator is at hand."""
 Rows = Callable[[Op, Mapping[str, Any]], Row]
 
 
@@ -95,7 +97,9 @@ def fill(
     return filled
 
 
-def missing(path: Path | None, models: Path, accelerator: str, device: str | None) -> int:
+def missing(
+    path: Path | None, models: Path, accelerator: str | None, device: str | None
+) -> int:
     """Print how much of what configurations need is in the database.
 
     Raises:
@@ -127,7 +131,7 @@ def _by_family(planner: Planner, seconds: Mapping[Op, float]) -> list[dict[str, 
 
 
 def measure(
-    path: Path | None, models: Path, accelerator: str, device: str | None, repetitions: int,
+    path: Path | None, models: Path, accelerator: str | None, device: str | None, repetitions: int,
     everything: bool, budget_s: float | None,
 ) -> int:  # fmt: skip
     """Measure what configurations need and the database lacks.
@@ -156,9 +160,11 @@ def measure(
     return Exit.DONE
 
 
-def _needs(models: Path, accelerator: str, progress: child.Progress) -> Needs:
+def _needs(models: Path, accelerator: str | None, progress: child.Progress) -> Needs:
+    here = local_device.find(os.environ)
+    target = accelerator or (here and here.accelerator) or _USUAL
     try:
-        return configurations.needs(configurations.read(models), accelerator, progress)
+        return configurations.needs(configurations.read(models), target, progress)
     except child.ChildError as error:
         raise UsageError(str(error)) from error
 

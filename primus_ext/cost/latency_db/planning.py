@@ -76,8 +76,12 @@ class Planner:
             known: Measured seconds.
             refused: Ops that can't be measured.
         """
-        left_out = set(refused)
-        guessed = self._guessed(Regression(known.items(), self._model), known)
+        return self._doubts(Regression(known.items(), self._model), known, set(refused))
+
+    def _doubts(
+        self, regression: Regression, known: Mapping[Op, float], left_out: set[Op]
+    ) -> list[Doubt]:
+        guessed = self._guessed(regression, known)
         risks: dict[Op, float] = {
             op: 0.0 for op, (_, half) in guessed.items() if half >= _UNKNOWN and op not in left_out
         }
@@ -123,7 +127,7 @@ class Planner:
         """
         regression, left_out = Regression(known.items(), self._model), set(refused)
         by_kind: dict[str, list[Doubt]] = defaultdict(list)
-        for doubt in self.doubts(known, refused):
+        for doubt in self._doubts(regression, known, left_out):
             by_kind[self._kinds[doubt.op]].append(doubt)
         found = []
         for kind, doubts in by_kind.items():
