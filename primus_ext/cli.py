@@ -184,12 +184,14 @@ def _database_parser(commands: argparse._SubParsersAction) -> None:
     measure.add_argument("--repetitions", type=int, default=7, metavar="N",
                          help="samples of each op (default 7)")
     measure.add_argument("--all", action="store_true", help="interpolate nothing")
+    measure.add_argument("--sweep", action="store_true",
+                         help="measure the same layers with fewer tokens too")
     measure.add_argument("--budget", type=float, metavar="SECONDS",
                          help="stop after so much device time")
     measure.set_defaults(
         run=lambda asked: databases().measure(
             asked.db, asked.models, asked.target, asked.device, asked.repetitions, asked.all,
-            asked.budget,
+            asked.sweep, asked.budget,
         )
     )  # fmt: skip
     prune = action("prune", "remove rows for which all holds that is asked")

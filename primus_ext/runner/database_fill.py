@@ -64,7 +64,7 @@ def known(database: LatencyDatabase, device: Device) -> dict[Op, float]:
 
 def fill(
     database: LatencyDatabase, bench: Microbench, needs: Needs, *, everything: bool = False,
-    budget_s: float | None = None, progress: child.Progress,
+    sweep: bool = False, budget_s: float | None = None, progress: child.Progress,
 ) -> Filled:  # fmt: skip
     """Measure until every wanted op has a time or an interval that is narrow enough.
 
@@ -73,12 +73,13 @@ def fill(
         bench: The device.
         needs: What is wanted.
         everything: Measure each wanted op that was never measured, instead of interpolating.
+        sweep: Measure the same layers with fewer tokens too, where that tells more for its cost.
         budget_s: Stop after so many seconds of device time.
         progress: Told what runs.
     """
     filled, seconds = Filled(), known(database, bench.device)
-    sweep = frozenset[Op]().union(*needs.sweep.values())
-    planner = Planner(needs.configurations, sweep)
+    more = frozenset[Op]().union(*needs.sweep.values()) if sweep else ()
+    planner = Planner(needs.configurations, more)
 
     def batch() -> Iterable[Op]:
         if everything:
@@ -132,7 +133,7 @@ def _by_family(planner: Planner, seconds: Mapping[Op, float]) -> list[dict[str, 
 
 def measure(
     path: Path | None, models: Path, accelerator: str | None, device: str | None, repetitions: int,
-    everything: bool, budget_s: float | None,
+    everything: bool, sweep: bool, budget_s: float | None,
 ) -> int:  # fmt: skip
     """Measure what configurations need and the database lacks.
 
@@ -145,7 +146,7 @@ def measure(
         needs = _needs(models, accelerator, bar.update)
         with LatencyDatabase(path or default_path(os.environ)) as database:
             filled = fill(
-                database, bench, needs, everything=everything, budget_s=budget_s,
+                database, bench, needs, everything=everything, sweep=sweep, budget_s=budget_s,
                 progress=bar.update,
             )  # fmt: skip
             said = [

@@ -1,8 +1,9 @@
 """Kinds of work that one regression holds for, and where in it an op stands.
 
-Ops of one kind differ in sizes alone.  The kind of a matrix product or of attention says nothing
-of the op's name: a product is the same work whoever calls it.  That of memory-bound work is its
-name, its number formats, and which of its tensors are broadcast or reduced.
+Ops of one kind differ in sizes alone, products in their layout too.  The kind of a matrix product
+or of attention says nothing of the op's name: a product is the same work whoever calls it.  That of
+memory-bound work is its name, its number formats, and which of its tensors are broadcast or
+reduced.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ from primus_ext.trace import Family, Op, TensorSpec
 Place = tuple[float, ...]
 """Logarithms (base 2) of an op's sizes: one step is an octave."""
 _MATRIX = (Family.GEMM, Family.GROUPED_GEMM)
+_TRANSPOSED = {"tn": (0.0, 1.0), "nn": (0.0, 0.0), "nt": (1.0, 0.0), "tt": (1.0, 1.0)}
+"""Which operands of a product lie transposed: like in all else, such two are an octave apart."""
 _MANY = 8
 """Tensors above which an op works on a list of them (optimizers), whose shapes don't matter."""
 
@@ -26,7 +29,7 @@ def kind_of(op: Op) -> str:
     if op.family in _MATRIX:
         batched = "batched" if int(attrs.get("batch", 1)) > 1 else "single"
         into = "accumulated" if attrs.get("accumulate") else "written"
-        formats = (attrs.get("dtype"), attrs.get("out_dtype"), attrs.get("layout"))
+        formats = (attrs.get("dtype"), attrs.get("out_dtype"))
         return _joined(op.family, *formats, into, batched)
     if op.family is Family.ATTENTION:
         window = attrs.get("window") or (-1, -1)
@@ -46,7 +49,8 @@ def place_of(op: Op) -> Place:
     """Where an op stands among those of its kind."""
     attrs = dict(op.attrs)
     if op.family in _MATRIX:
-        return _logs(attrs, ("m", "n", "k", "batch", "groups"))
+        first, second = _TRANSPOSED.get(str(attrs.get("layout")), (0.0, 0.0))
+        return (*_logs(attrs, ("m", "n", "k", "batch", "groups")), first, second)
     if op.family is Family.ATTENTION:
         return _logs(attrs, ("batch", "heads", "kv_heads", "seq_q", "seq_kv", "dim_qk", "dim_v"))
     tensors = (*op.inputs, *op.outputs)

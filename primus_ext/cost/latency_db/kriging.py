@@ -80,6 +80,47 @@ class Field:
             float(weights @ values), math.sqrt(max(variance, self._scatter)), float(apart.min())
         )
 
+    def removed(
+        self, candidates: Sequence[Sequence[float]], places: Sequence[Sequence[float]]
+    ) -> np.ndarray:
+        """Share of the expected error at each place that one more value would remove.
+
+        Args:
+            candidates: ``[c, d]``, where that value may be.
+            places: ``[n, d]``.
+
+        Returns:
+            ``[c, n]``.
+        """
+        chosen = _evenly(len(self._values), MOST)
+        known = self._places[chosen]
+        inverse = _inverse(known, self._reach, self._scatter)
+        return _removed(candidates, places, self._reach, self._scatter, known, inverse)
+
+
+def removed(candidates: Sequence[Sequence[float]], places: Sequence[Sequence[float]]) -> np.ndarray:
+    """The same where there are no values yet; see :meth:`Field.removed`."""
+    none = np.zeros((0, len(places[0])))
+    return _removed(candidates, places, *_middle(), none, np.zeros((0, 0)))
+
+
+def _removed(
+    candidates: Sequence[Sequence[float]], places: Sequence[Sequence[float]], reach: float,
+    scatter: float, known: np.ndarray, inverse: np.ndarray,
+) -> np.ndarray:  # fmt: skip
+    ours, theirs = np.asarray(candidates, dtype=float), np.asarray(places, dtype=float)
+    here, there = (np.exp(-_distances(known, some) / reach) for some in (ours, theirs))
+    left = inverse @ there
+    shared = np.exp(-_distances(ours, theirs) / reach) - here.T @ left
+    own = 1.0 + scatter - np.einsum("kc,kl,lc->c", here, inverse, here)
+    at = 1.0 + scatter - np.einsum("kn,kn->n", there, left)
+    explained = np.clip(shared**2 / np.outer(own, at), 0.0, 1.0)
+    return 1.0 - np.sqrt(1.0 - explained)
+
+
+def _middle() -> tuple[float, float]:
+    return REACHES[len(REACHES) // 2], SCATTERS[len(SCATTERS) // 2]
+
 
 def quantile(residuals: Sequence[float]) -> float:
     """The size that :data:`LEVEL` of further residuals are expected to stay within.
@@ -101,7 +142,7 @@ def quantile(residuals: Sequence[float]) -> float:
 
 def _chosen(places: np.ndarray, values: np.ndarray) -> tuple[float, float, tuple[float, ...]]:
     """Reach, scatter, and what they leave out: residuals over their expected deviation."""
-    middle = REACHES[len(REACHES) // 2], SCATTERS[len(SCATTERS) // 2]
+    middle = _middle()
     if len(values) < 2:
         return *middle, ()
     options = [(r, s) for r in REACHES for s in SCATTERS] if len(values) >= _FEW else [middle]

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import numpy as np
 
-from primus_ext.cost.latency_db import kinds
+from primus_ext.cost.latency_db import kinds, kriging
 from primus_ext.cost.latency_db.kriging import Field, quantile
 from primus_ext.trace import Op
 
@@ -155,6 +155,21 @@ class Regression:
         found = field.at(kinds.place_of(op))
         half = quantile(field.residuals) * found.deviation
         return _estimate(modelled * math.exp(found.value), half, found.octaves, len(field))
+
+    def removed(self, kind: str, candidates: Sequence[Op], ops: Sequence[Op]) -> np.ndarray:
+        """Share of the expected error of each op that measuring a candidate would remove.
+
+        Args:
+            kind: Of all of them.
+            candidates: ``c`` ops that may be measured.
+            ops: ``n`` ops, at least one.
+
+        Returns:
+            ``[c, n]``.
+        """
+        field = self._fields.get(kind)
+        places = [kinds.place_of(op) for op in candidates], [kinds.place_of(op) for op in ops]
+        return field.removed(*places) if field else kriging.removed(*places)
 
     @property
     def kinds(self) -> dict[str, int]:
