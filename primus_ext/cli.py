@@ -13,6 +13,7 @@ from primus_ext.conf_dir import hydra_conf_dir
 from primus_ext.runner import (
     Exit,
     UsageError,
+    databases,
     fit_runs,
     measure_collectives,
     say,
@@ -61,6 +62,7 @@ def _parser() -> argparse.ArgumentParser:
     verdict.add_argument("directory", type=Path, help="its output folder (+projection.out)")
     verdict.set_defaults(run=_verdict)
     _cluster_parser(commands)
+    _database_parser(commands)
     check = commands.add_parser(
         "validate",
         help="project published, measured runs and compare",
@@ -150,6 +152,71 @@ def _cluster_parser(commands: argparse._SubParsersAction) -> None:
     taken.add_argument("--gpus-per-node", type=int, default=8, help="of the target (default 8)")
     taken.add_argument("--out", type=Path, required=True, help="folder for the files")
     taken.set_defaults(run=_import)
+
+
+def _database_parser(commands: argparse._SubParsersAction) -> None:
+    parser = commands.add_parser("db", help="the latency database: measured times of ops")
+    actions = parser.add_subparsers(required=True, metavar="ACTION")
+
+    def action(name: str, words: str) -> argparse.ArgumentParser:
+        made = actions.add_parser(name, help=words, description=f"{words[0].upper()}{words[1:]}.")
+        made.add_argument("--db", type=Path, metavar="FILE", help="the database (default: "
+                          "$PRIMUS_EXT_DB, else $XDG_DATA_HOME/primus_ext/latency.sqlite)")
+        return made
+
+    stats = action("stats", "tell what is in the database")
+    stats.set_defaults(run=lambda asked: databases().stats(asked.db))
+    export = action("export", "write rows to a file of JSON lines, which import reads back")
+    export.add_argument("--out", type=Path, required=True, metavar="FILE", help="the file")
+    export.add_argument("--origin", choices=("measured", "imported"), help="only such rows")
+    export.set_defaults(run=lambda asked: databases().export(asked.db, asked.out, asked.origin))
+    taken = action("import", "take in an exported file, operator figures in YAML, or the tables "
+                   "of aiconfigurator-core")  # fmt: skip
+    taken.add_argument("source", help="a file, or aiconfigurator-core")
+    taken.add_argument("--accelerator", metavar="NAME", help="whose tables, e.g. h100")
+    taken.set_defaults(
+        run=lambda asked: databases().import_(asked.db, asked.source, asked.accelerator)
+    )
+    _needs_parser(action("missing", "tell what configurations need that is not there"))
+    measure = _needs_parser(
+        action("measure", "measure on this machine what configurations need that is not there")
+    )
+    measure.add_argument("--repetitions", type=int, default=7, metavar="N",
+                         help="samples of each op (default 7)")
+    measure.add_argument("--all", action="store_true", help="interpolate nothing")
+    measure.add_argument("--sweep", action="store_true",
+                         help="measure the same layers with fewer tokens too")
+    measure.add_argument("--budget", type=float, metavar="SECONDS",
+                         help="stop after so much device time")
+    measure.set_defaults(
+        run=lambda asked: databases().measure(
+            asked.db, asked.models, asked.target, asked.device, asked.repetitions, asked.all,
+            asked.sweep, asked.budget,
+        )
+    )  # fmt: skip
+    prune = action("prune", "remove rows for which all holds that is asked")
+    prune.add_argument("--source", default="", help="part of the name of their source")
+    prune.add_argument("--device", default="", help="part of the name of their device")
+    prune.add_argument("--before", default="", metavar="TIME", help="taken before (ISO 8601)")
+    prune.add_argument("--unsteady", action="store_true", help="whose samples scatter")
+    prune.add_argument("--superseded", action="store_true", help="that were measured again")
+    prune.set_defaults(
+        run=lambda asked: databases().prune(
+            asked.db, asked.source, asked.device, asked.before, asked.unsteady, asked.superseded
+        )
+    )
+
+
+def _needs_parser(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    parser.add_argument("models", type=Path, help="models, e.g. validation/latency_db_models.yaml")
+    parser.add_argument("--target", metavar="NAME", help="accelerator that their programs are "
+                        "recorded for (default: the one that is here, else h100)")  # fmt: skip
+    parser.add_argument("--device", help="as torch names it (default: cuda where there is a GPU, "
+                        "else cpu)")  # fmt: skip
+    parser.set_defaults(
+        run=lambda asked: databases().missing(asked.db, asked.models, asked.target, asked.device)
+    )
+    return parser
 
 
 def _import(asked: argparse.Namespace) -> int:

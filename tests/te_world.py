@@ -231,6 +231,66 @@ def attention(kind: str) -> Any:
     return _one_layer(config, spec, 1024 // cp, 1024, rope).ops
 
 
+def isolated(kind: str) -> Any:
+    """Ops of one real layer (dense or experts) that microbenchmarks run: do they run the same?
+
+    By the op's name: whether the signature is that which was asked, or why it can't be run.
+    """
+    import torch
+    from megatron.core.models.gpt.gpt_layer_specs import (
+        get_gpt_layer_with_transformer_engine_spec,
+    )
+    from megatron.core.transformer.transformer_block import TransformerBlock
+    from transformer_engine.pytorch.optimizers import FusedAdam
+
+    from primus_ext.cost.latency_db import signature
+    from primus_ext.observe.microbench import te_kernels
+    from primus_ext.observe.microbench.tensors import CannotRun
+    from primus_ext.observe.recorder import Recorder as Traced
+
+    _join(0, 1)
+    experts = {"num_moe_experts": 4, "moe_router_topk": 2, "moe_grouped_gemm": True,
+               "moe_ffn_hidden_size": 48, "moe_token_dispatcher_type": "alltoall"}  # fmt: skip
+    config = _config(
+        hidden_size=64, num_attention_heads=4, num_query_groups=2, kv_channels=64,
+        ffn_hidden_size=96, apply_rope_fusion=True, normalization="LayerNorm" if kind == "dense"
+        else "RMSNorm", perform_initialization=True, **(experts if kind == "experts" else {}),
+    )  # fmt: skip
+    torch.manual_seed(0)
+    options = {"num_experts": 4, "moe_grouped_gemm": True} if kind == "experts" else {}
+    spec = get_gpt_layer_with_transformer_engine_spec(**options)
+    block = TransformerBlock(config, spec, pre_process=False, post_layer_norm=False)
+    from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+
+    angles = RotaryEmbedding(64, 1.0)(128)
+    x = torch.randn(128, 1, 64, dtype=torch.bfloat16, requires_grad=True)
+    block.set_input_tensor(x)
+    optimizer = FusedAdam([p for p in block.parameters()], lr=1e-3)
+
+    def calls(run: Any) -> list:
+        traced = Traced({})
+        with traced, traced.collect("forward") as made:
+            run()
+        return [traced.ops[call.op] for _, _, call in made]
+
+    def step() -> None:
+        out = block(x, None, rotary_pos_emb=angles)
+        (out[0] if isinstance(out, tuple) else out).sum().backward()
+        optimizer.step()
+
+    found: dict[str, Any] = {}
+    for op in dict.fromkeys(calls(step)):
+        if op.name.startswith("primus_te."):
+            try:
+                run, _ = te_kernels.build(op, torch.device("cpu"))
+                keys = {signature.key(one) for one in calls(run) if one.name == op.name}
+                told = signature.key(op) in keys or [repr(op), repr(calls(run))]
+            except CannotRun as error:
+                told = str(error)
+            found.setdefault(op.name, []).append(told)
+    return found
+
+
 def parity(dtype_name: str) -> Any:
     """Loss and gradients of one small GPT in both layer specs, same weights, real tensors."""
     import torch

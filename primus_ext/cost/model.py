@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from primus_ext.cluster import Cluster
 from primus_ext.cost import (
@@ -16,11 +17,16 @@ from primus_ext.cost import (
     sustained,
 )
 from primus_ext.cost.conditions import Conditions
+from primus_ext.cost.latency_db.rows import Clock
 from primus_ext.cost.measured import Measured
 from primus_ext.cost.measured_collectives import MeasuredCollectives
 from primus_ext.cost.placement import placement
 from primus_ext.cost.priced import FREE, CostError, Priced
 from primus_ext.trace import Collective, Family, Op
+
+if TYPE_CHECKING:
+    from primus_ext.cost.latency_db.prices import Prices
+    from primus_ext.cost.latency_db.store import LatencyDatabase
 
 _MATRIX = (Family.GEMM, Family.GROUPED_GEMM)
 _TRAFFIC = (Family.MEMORY, Family.QUANTIZE)
@@ -36,6 +42,7 @@ class CostModel:
         self, cluster: Cluster, gemm_backend: str = "", tables: Measured | bool = True,
         conditions: Conditions | None = None, alone: bool = False,
         measured_collectives: MeasuredCollectives | None = None,
+        database: LatencyDatabase | Prices | None = None,
     ) -> None:  # fmt: skip
         """Price for ``cluster``.
 
@@ -48,6 +55,9 @@ class CostModel:
             conditions: Of the job; None: a host that is always ahead of the device.
             alone: As in a short run on an idle device at boost clock, not as in training.
             measured_collectives: Go before the model, where they carry; None: the model alone.
+            database: Times measured on this product, which come before everything else; between
+                them the formulas have the trend.  For a CPU, which is no product of ours, the
+                prices of that very device (``Prices.of``).
 
         Raises:
             CostError: No such backend, or collectives of another accelerator.
@@ -61,6 +71,7 @@ class CostModel:
         self._backend = backends.backend(gemm_backend) if gemm_backend else None
         self._tables = Measured(cluster.accelerator) if tables is True else (tables or None)
         self._priced: dict[Op, Priced] = {}
+        self._database = self._prices(database) if database else None
 
     def op_seconds(self, op: Op) -> Priced:
         """Seconds that one execution of ``op`` keeps the device busy.
@@ -71,12 +82,25 @@ class CostModel:
         """
         found = self._priced.get(op)
         if found is None:
-            found = self._price(op)
-            if not self._alone:
+            measured = self._database.price(op) if self._database else None
+            found, clock = measured or (self._price(op), Clock.BOOST)
+            if not self._alone and clock is Clock.BOOST:
                 factor = sustained.slowdown(self.cluster.accelerator, op)
                 found = sustained.slowed(found, factor)
             self._priced[op] = found
         return found
+
+    def _prices(self, database: LatencyDatabase | Prices) -> Prices:
+        from primus_ext.cost.latency_db.prices import Prices  # NumPy
+
+        if isinstance(database, Prices):
+            return database
+        name = self.cluster.accelerator.name
+        return Prices.of(database, accelerator=name, model=self._modelled)
+
+    def _modelled(self, op: Op) -> float:
+        """Seconds by formula, alone at boost clock, of what the database has measured."""
+        return self._price(op).seconds
 
     def _price(self, op: Op) -> Priced:
         accelerator = self.cluster.accelerator

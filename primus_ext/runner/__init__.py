@@ -6,6 +6,7 @@ back is priced and composed in this process.
 """
 
 from pathlib import Path
+from types import ModuleType
 
 from primus_ext.runner.guard import Place, arm_tripwire, place
 from primus_ext.runner.job import MODES, Request, run
@@ -35,6 +36,13 @@ def measure_collectives(out: Path, options: list[str]) -> int:
     return collectives.command(out, options)
 
 
+def databases() -> ModuleType:
+    """``primus-ext db``: :mod:`primus_ext.runner.database`."""
+    from primus_ext.runner import database
+
+    return database
+
+
 __all__ = [
     "MODES",
     "Exit",
@@ -44,6 +52,7 @@ __all__ = [
     "UsageError",
     "arm_tripwire",
     "close",
+    "databases",
     "fit_runs",
     "measure_collectives",
     "place",

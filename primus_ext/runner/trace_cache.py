@@ -33,6 +33,8 @@ _SUFFIX, _PARTIAL = ".trace", ".part-"
 _ABANDONED_S = 3600.0
 _PACKAGE = Path(__file__).resolve().parent.parent
 _SHAPING = ("emulate", "observe", "frameworks", "trace.py", "plan.py", "parametric.py")
+_TIMES = _PACKAGE / "observe" / "microbench"
+"""Runs ops that were traced; no trace depends on it."""
 _RELEASES = ("torch", "megatron-core", "transformer-engine", "hydra-core", "omegaconf", "numpy")
 # Of the terminal and the session; no training program's work depends on them.
 _SESSION = frozenset(
@@ -76,6 +78,8 @@ def _own_source() -> str:
     for name in _SHAPING:
         place = _PACKAGE / name
         for path in [place] if place.is_file() else sorted(place.rglob("*.py")):
+            if _TIMES in path.parents:
+                continue
             total.update(f"{path.relative_to(_PACKAGE)}\0".encode() + path.read_bytes())
     return total.hexdigest()
 
