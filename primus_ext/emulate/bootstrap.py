@@ -35,6 +35,8 @@ def main(request_path: str) -> None:
             ``real`` for tensors with data (small jobs); ``rendezvous``, the file over which real
             processes meet that are the ranks (gloo; with ``whole`` and ``storage=real``);
             ``origins``, False to leave out where dimensions come from, half of the time;
+            ``memory``, False to leave out what memory alone needs (microbatches beside others),
+            half of the time of experts in a pipeline (``RankTrace.only_timed``);
             ``every_chunk``, record also those model chunks that equal another one; ``shapes``,
             record these parallel shapes at several points instead
             (:mod:`primus_ext.frameworks.megatron.layer_space`); ``measure``, time the program on

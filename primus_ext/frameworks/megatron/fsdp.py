@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_iter
 
-from primus_ext.emulate import deep_ep
+from primus_ext.emulate import deep_ep, session
 from primus_ext.frameworks.megatron import (
     memory,
     microbatch,
@@ -80,11 +80,14 @@ def record(
     ends.append(len(recorder.memory.logs.setup.events))
     chunk = step.chunk()
     statistics = synchronisation.record_statistics(recorder, args)
+    ops = tuple(recorder.ops)
+    if session.current().request.get("origins", True):
+        ops = probe.labelled_ops(recorder, [make], [bare], config, (chunk,))
     return RankTrace(
         rank=rank,
         pp_ranks=pp_ranks,
         groups={**memory.all_groups(), **recorder.groups_seen},
-        ops=probe.labelled_ops(recorder, [make], [bare], config, (chunk,)),
+        ops=ops,
         chunks=(chunk,),
         step=step.calls + statistics,
         buckets=(),
