@@ -18,7 +18,7 @@ from primus_ext.emulate.inputs import Inputs
 
 T = TypeVar("T")
 PROGRESS = "PRIMUS_EXT_PROGRESS"
-SAME = ("device", "gpus_per_node", "frameworks", "module")
+SAME = ("device", "frameworks", "module")
 """Keys of a request that a process which answers several is made for (``batch``)."""
 EXIT_CONFIG = 2
 EXIT_INTERNAL = 4
