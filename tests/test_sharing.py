@@ -65,8 +65,8 @@ def test_jobs_priced_together_are_those_priced_alone(answers: dict[str, bulk.Ans
     text = answers["replicated for others"].text
     wanted = [
         pricing.Wanted(
-            f"{world} {gbs} {len(conditions)} {memory}", load_cluster("h100", world // 8, 8), conditions,
-            sharing.shared(request(REPLICATED, world, gbs)).sizes, memory,
+            f"{world} {gbs} {len(conditions)} {memory}", load_cluster("h100", world // 8, 8),
+            conditions, sharing.shared(request(REPLICATED, world, gbs)).sizes, memory,
         )
         for world, gbs in ((32, 256), (32, 64), (64, 256), (8, 256))
         for conditions in ({}, {"CUDA_LAUNCH_BLOCKING": "1"})
