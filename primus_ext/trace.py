@@ -397,7 +397,8 @@ class RankTrace:
     """Where the microbatches of a step differ: allocations and frees as they were recorded, of the
     setup and of each step; events as in :class:`ChunkEvents`, numbered through all of them."""
     only_timed: bool = False
-    """What a microbatch holds beside others was not recorded: memory can't be composed of this."""
+    """Allocations, and what a microbatch holds beside others, were not recorded: no memory can be
+    composed of this."""
 
 
 def to_plain(value: Any) -> Any:

@@ -68,6 +68,7 @@ def test_the_rest_was_left_out(traced: dict[str, Traced]) -> None:
     measured = [c.memory.inflight_saved_bytes for t in traced["whole"][1] for c in t.chunks]
     assert None not in measured  # so there was something to leave out
     assert all(trace.only_timed for trace in traced["timed"][1])
+    assert all(not t.allocations and t.static_events is None for t in traced["timed"][1])
     assert not any(trace.only_timed for trace in traced["whole"][1])
 
 

@@ -26,6 +26,7 @@ from primus_ext.frameworks.megatron import (
     probe,
     synchronisation,
 )
+from primus_ext.frameworks.megatron.recording import times_alone
 from primus_ext.observe.recorder import LiveBytes, Recorder
 from primus_ext.observe.scopes import Scopes, segments
 from primus_ext.trace import (
@@ -83,7 +84,7 @@ def record(
     ops = tuple(recorder.ops)
     if session.current().request.get("origins", True):
         ops = probe.labelled_ops(recorder, [make], [bare], config, (chunk,))
-    return RankTrace(
+    trace = RankTrace(
         rank=rank,
         pp_ranks=pp_ranks,
         groups={**memory.all_groups(), **recorder.groups_seen},
@@ -98,6 +99,7 @@ def record(
         recorded_events=_events(recorder, ends, model, given["optimizer"]),
         allocations=tuple(recorder.kinds.table),
     )
+    return trace if session.current().request.get("memory", True) else times_alone(trace)
 
 
 def _events(

@@ -89,7 +89,7 @@ class _Recording:
             first = functools.partial(neighbours.first_of_step, pipeline=self._pipeline)
             chunks = self._remembering(chunks, first)
         local, total, active = parts.counts(self._bare, args, self._config)
-        return RankTrace(
+        trace = RankTrace(
             rank=rank,
             pp_ranks=pp_ranks,
             groups={**memory.all_groups(), **recorder.groups_seen},
@@ -104,8 +104,8 @@ class _Recording:
             static=sizes,
             allocations=kinds,
             static_events=events,
-            only_timed=self._only_timed,
         )
+        return times_alone(trace) if self._only_timed else trace
 
     def _prepare(self) -> None:
         """Modules and settings as inside Megatron's loop."""
@@ -180,6 +180,14 @@ class _Recording:
             dataclasses.replace(chunk, memory=memories[first])
             for chunk, first in zip(chunks, self._same, strict=True)
         ]
+
+
+def times_alone(trace: RankTrace) -> RankTrace:
+    """A trace without allocations, marked as one from which no memory can be composed."""
+    return dataclasses.replace(
+        trace, allocations=(), static_events=None, recorded_events=(), only_timed=True,
+        chunks=tuple(dataclasses.replace(chunk, events=None) for chunk in trace.chunks),
+    )  # fmt: skip
 
 
 def leave_parameters_alone(chunk: Any) -> None:
