@@ -62,8 +62,8 @@ def test_what_a_product_reads_depends_on_its_layout(recorder: Checked) -> None:
 def test_what_moves_depends_on_the_storage(recorder: Checked) -> None:
     row = torch.empty(1, 8)
     for _ in range(2):
-        torch.empty(8, 8) + torch.empty(8, 8)
-        torch.empty(8, 8) + row.expand(8, 8)
+        torch.add(torch.empty(8, 8), torch.empty(8, 8))
+        torch.add(torch.empty(8, 8), row.expand(8, 8))
     moved = [op.bytes for op in recorder.ops if op.name == "aten.add"]
     assert moved == [3 * 8 * 8 * 4, 2 * 8 * 8 * 4 + 8 * 4]
 

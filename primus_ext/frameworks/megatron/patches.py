@@ -108,14 +108,16 @@ def _norms(module: Any) -> None:
               "for another: where tensors have no storage it is enough that the other one lives on")
 def _share_storage(module: Any) -> None:
     compiled = module._get_share_storage
+    unwatched: Any = vars(torch._C.StorageBase)["resize_"]
 
     def share_storage(output: Any, recomputed: Any) -> None:
         if not isinstance(output, FakeTensor):
             compiled()(output, recomputed)
             return
-        storage, other = output.untyped_storage(), recomputed.untyped_storage()
+        storage: Any = output.untyped_storage()
+        other = recomputed.untyped_storage()
         # Not through the method that the recorder watches: the extension tells nobody either.
-        torch._C.StorageBase.resize_(storage, other.nbytes())
+        unwatched(storage, other.nbytes())
         storage.stands_for = other  # which lives as long, as with the extension
 
     module._get_share_storage = lambda: share_storage
