@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from primus_ext.emulate import virtual_world
+from primus_ext.emulate import selection, virtual_world
 from primus_ext.observe import classify, known_ops
 from primus_ext.observe.recorder import Recorder
 from primus_ext.trace import Op
@@ -66,6 +66,32 @@ def test_what_moves_depends_on_the_storage(recorder: Checked) -> None:
         torch.add(torch.empty(8, 8), row.expand(8, 8))
     moved = [op.bytes for op in recorder.ops if op.name == "aten.add"]
     assert moved == [3 * 8 * 8 * 4, 2 * 8 * 8 * 4 + 8 * 4]
+
+
+def test_what_is_recalled_is_what_the_world_below_answers(recorder: Checked) -> None:
+    def work() -> list[int]:
+        layer = nn.TransformerEncoderLayer(64, 4, 128, batch_first=True)
+        layer(torch.zeros(2, 16, 64)).sum().backward()
+        chosen = torch.zeros(8, dtype=torch.bool)
+        with selection.selecting(3):
+            assert torch.empty(8, 4)[chosen].shape == (3, 4)
+        assert torch.tensor(2.5).item() == 2.5  # made from a number: it has a value
+        assert torch.empty(1).item() == 1.0
+        return [call.op for _, _, call in recorder.calls]
+
+    count = len(recorder.calls)
+    below = work()[count:]
+    answered: list[bool] = []
+
+    def recalled(*call: Any) -> Any:
+        found = virtual_world.recalled(*call)
+        answered.append(found is not NotImplemented)  # to hold it would change the backward
+        return found
+
+    recorder.recalled = recalled
+    count = len(recorder.calls)
+    assert work()[count:] == below
+    assert sum(answered) > len(answered) / 2
 
 
 def test_numbers_of_another_type_are_other_calls() -> None:

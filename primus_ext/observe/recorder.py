@@ -173,6 +173,8 @@ class Recorder(TorchDispatchMode):
         self.continuous = False
         """Whether what is recorded in one list may be waited for in the next, as where the
         microbatches of a step overlap."""
+        self.recalled: Callable[[Any, tuple, dict], Any] = lambda *_: NotImplemented
+        """What the mode below would answer at once; NotImplemented where it has to be asked."""
         self._fused_depth = 0
         self._fused_made: list[weakref.ref] = []
 
@@ -197,7 +199,9 @@ class Recorder(TorchDispatchMode):
         if any(kind.__name__ == "DTensor" for kind in types):
             return NotImplemented  # a sharded tensor: its own dispatch comes back with the shard
         kwargs = kwargs or {}
-        out = func(*args, **kwargs)
+        out = self.recalled(func, args, kwargs)
+        if out is NotImplemented:
+            out = func(*args, **kwargs)
         if func.namespace == "prim" or (getattr(func, "is_view", False) and func not in _MADE):
             return out
         with torch._C.DisableTorchFunction():  # other modes needn't see what is looked at here
