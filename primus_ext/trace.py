@@ -415,6 +415,9 @@ class RankTrace:
     recorded_events: tuple[tuple[int, ...], ...] = ()
     """Where the microbatches of a step differ: allocations and frees as they were recorded, of the
     setup and of each step; events as in :class:`ChunkEvents`, numbered through all of them."""
+    only_timed: bool = False
+    """Allocations, and what a microbatch holds beside others, were not recorded: no memory can be
+    composed of this."""
 
 
 def to_plain(value: Any) -> Any:

@@ -69,6 +69,16 @@ def test_map_has_the_counts_and_no_token_twice(counts: tuple[int, ...]) -> None:
     assert int(chosen.sum(1).max()) <= -(-sum(counts) // 8)
 
 
+@pytest.mark.parametrize("counts", [(4, 4, 4, 4), (8, 1, 2, 5)])
+def test_sums_of_a_map_are_those_of_one_with_values(counts: tuple[int, ...]) -> None:
+    known, whole = routing.CountedMap(counts, 8), routing.map_of(counts, 8)
+    assert known.shape == tuple(whole.shape) and known.size(0) == whole.size(0)
+    assert torch.equal(known.sum(dim=0), whole.sum(dim=0))
+    assert known.sum(dim=0).dtype == whole.sum(dim=0).dtype
+    with pytest.raises(ValueError, match="dim=1 .* legal: 0"):
+        known.sum(dim=1)
+
+
 def test_impossible_counts_are_refused_by_name() -> None:
     table = expert_load.Table(8, {"1": (9, 0)})
     with pytest.raises(ProgramError, match=r"layer 1 has 2 counts .* largest 9; legal"):

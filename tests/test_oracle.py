@@ -50,9 +50,9 @@ def test_peaks_are_equal_over_many_knobs(tmp_path: Path) -> None:
 
 def test_a_process_answers_only_requests_that_are_alike() -> None:
     one: dict[str, Any] = oracle.request(ENTRIES[0], "virtual", Path("/nowhere"))
-    batch.require_alike([one, {**one, "world_size": 8}])
-    with pytest.raises(ValueError, match="gpus_per_node=2"):
-        batch.require_alike([one, {**one, "gpus_per_node": 2}])
+    batch.require_alike([one, {**one, "world_size": 8, "gpus_per_node": 2}])
+    with pytest.raises(ValueError, match="device=.*'warp_size': 64"):
+        batch.require_alike([one, {**one, "device": {**one["device"], "warp_size": 64}}])
 
 
 def test_two_designs_share_the_answers_of_what_they_have_in_common() -> None:

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from primus_ext import trace_io
-from primus_ext.runner import bulk, sharing
+from primus_ext.cluster_data import load_cluster
+from primus_ext.runner import bulk, pricing, sharing
 from tests.emulation import GPT, H100
 
 _WORDS = (
@@ -31,17 +32,58 @@ def request(args: list[str], world: int, gbs: int, tp: int = 2) -> dict[str, Any
     }  # fmt: skip
 
 
-def test_a_restored_trace_is_the_one_it_would_have_been() -> None:
-    jobs = {
-        "replicated": request(REPLICATED, 32, 256),  # 8 replicas
-        "sharded": request(SHARDED, 8, 12),  # 2 replicas, 3 microbatches
-    }
-    asked = jobs | {f"{name} for others": sharing.shared(job).request for name, job in jobs.items()}
+JOBS = {
+    "replicated": request(REPLICATED, 32, 256),  # 8 replicas
+    "sharded": request(SHARDED, 8, 12),  # 2 replicas, 3 microbatches
+}
+
+
+@pytest.fixture(scope="module")
+def answers() -> dict[str, bulk.Answer]:
+    """Of the jobs, of those that stand for them, and of one in smaller nodes: one process."""
+    asked = JOBS | {f"{name} for others": sharing.shared(job).request for name, job in JOBS.items()}
     assert asked["replicated for others"]["world_size"] == 8
     assert asked["sharded for others"]["world_size"] == 8
-    answers: dict[str, bulk.Answer] = {}
-    bulk.answers(asked, answers.__setitem__, 1)
-    for name, job in jobs.items():
+    found: dict[str, bulk.Answer] = {}
+    bulk.answers({**asked, "small nodes": SMALL_NODES}, found.__setitem__, 1)
+    return found
+
+
+SMALL_NODES = {**request(SHARDED, 8, 12), "gpus_per_node": 2}
+
+
+def test_nodes_of_another_size_need_no_process_of_their_own(
+    answers: dict[str, bulk.Answer],
+) -> None:
+    alone: dict[str, bulk.Answer] = {}
+    bulk.answers({"small nodes": SMALL_NODES}, alone.__setitem__, 1)
+    own, other = (json.loads(a["small nodes"].text) for a in (alone, answers))
+    assert own["traces"] == other["traces"] and own["plan"] == other["plan"]
+
+
+def test_jobs_priced_together_are_those_priced_alone(answers: dict[str, bulk.Answer]) -> None:
+    text = answers["replicated for others"].text
+    wanted = [
+        pricing.Wanted(
+            f"{world} {gbs} {len(conditions)} {memory}", load_cluster("h100", world // 8, 8),
+            conditions, sharing.shared(request(REPLICATED, world, gbs)).sizes, memory,
+        )
+        for world, gbs in ((32, 256), (32, 64), (64, 256), (8, 256))
+        for conditions in ({}, {"CUDA_LAUNCH_BLOCKING": "1"})
+        for memory in (True, False)
+    ]  # fmt: skip
+    together = pricing.price(text, wanted)
+    alone = {one.name: pricing.price(text, [one])[one.name] for one in wanted}
+    assert together == alone
+    assert all(isinstance(one, pricing.Timed) for one in alone.values())
+    times = {one.throughput.step_s for one in alone.values() if isinstance(one, pricing.Timed)}
+    assert len(times) == 8  # by world, batch and conditions
+
+
+def test_a_restored_trace_is_the_one_it_would_have_been(
+    answers: dict[str, bulk.Answer],
+) -> None:
+    for name, job in JOBS.items():
         own, other = (json.loads(answers[n].text) for n in (name, f"{name} for others"))
         sizes = sharing.shared(job).sizes
         assert sizes is not None

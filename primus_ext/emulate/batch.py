@@ -8,6 +8,7 @@ process, which is a fresh one as far as the program can tell.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import importlib
 import json
 import os
@@ -18,7 +19,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from primus_ext.emulate import bootstrap, session
+from primus_ext.emulate import bootstrap, device_profile, session
+from primus_ext.emulate.device_profile import require_device
 from primus_ext.emulate.session import SAME
 
 _IMPORTS = ("megatron.training", "megatron.training.training", "transformer_engine.pytorch",
@@ -88,9 +90,9 @@ def _answer(request: dict[str, Any]) -> None:
     )
     os.dup2(log, 1)
     os.dup2(log, 2)
-    os.environ.update(
-        WORLD_SIZE=str(request["world_size"]), LOCAL_WORLD_SIZE=str(request["gpus_per_node"])
-    )
+    local = int(request["gpus_per_node"])
+    os.environ.update(WORLD_SIZE=str(request["world_size"]), LOCAL_WORLD_SIZE=str(local))
+    device_profile.set_device(dataclasses.replace(require_device(), device_count=local))
     bootstrap.answer(request, installed=True)
 
 

@@ -36,6 +36,8 @@ def main(request_path: str) -> None:
             ``real`` for tensors with data (small jobs); ``rendezvous``, the file over which real
             processes meet that are the ranks (gloo; with ``whole`` and ``storage=real``);
             ``origins``, False to leave out where dimensions come from, half of the time;
+            ``memory``, False to leave out what memory alone needs (microbatches beside others),
+            half of the time of experts in a pipeline (``RankTrace.only_timed``);
             ``every_chunk``, record also those model chunks that equal another one; ``shapes``,
             record these parallel shapes at several points instead
             (:mod:`primus_ext.frameworks.megatron.layer_space`); ``measure``, time the program on
@@ -149,6 +151,7 @@ def install(request: dict[str, Any]) -> None:
         registry.apply_all(triton_kernels.GROUP)
     registry.apply_all(program_arguments.GROUP)
     tripwire.arm()
+    sessions.installed_for = request
     for framework in request["frameworks"]:
         importlib.import_module(framework).install(request)
 

@@ -38,6 +38,11 @@ def selecting(count: int) -> Iterator[None]:
         _known.pop()
 
 
+def expected() -> bool:
+    """Whether anything inside was said of values."""
+    return bool(_known or _next)
+
+
 def shaped(func: Any, args: tuple) -> torch.Tensor | int | None:
     """Result of an operation whose shape or value is the known count; None for any other."""
     if not args or not isinstance(args[0], FakeTensor):

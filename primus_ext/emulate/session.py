@@ -18,12 +18,14 @@ from primus_ext.emulate.inputs import Inputs
 
 T = TypeVar("T")
 PROGRESS = "PRIMUS_EXT_PROGRESS"
-SAME = ("device", "gpus_per_node", "frameworks", "module")
+SAME = ("device", "frameworks", "module")
 """Keys of a request that a process which answers several is made for (``batch``)."""
 EXIT_CONFIG = 2
 EXIT_INTERNAL = 4
 
 _current: Session | None = None
+installed_for: dict[str, Any] = {}
+"""The request that this process's world was installed for: of several, the first (``batch``)."""
 
 
 class Memory(Protocol):

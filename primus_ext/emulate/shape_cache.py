@@ -36,6 +36,9 @@ _VIEWS = frozenset(
     {_aten.split.Tensor, _aten.split_with_sizes.default, _aten.unbind.int, _aten.chunk.default}
 )
 """Operators whose results are views of their first argument."""
+_FSDP = {"fsdp::split_with_sizes_copy": -1, "fsdp::chunk_cat": -1, "fsdp::all_gather_copy_in": 1}
+"""Operators of torch's FSDP2, which are there once it is imported, by the argument that their
+results are views of; -1: they have none, and write into what they are given."""
 _LIMIT = 1 << 18
 """Operators with shapes; they and torch's own take about 500 MB.  Then both start anew."""
 _PLAIN = frozenset(
@@ -281,6 +284,8 @@ def learn(
         source = 0
     elif func.namespace in _OPAQUE:
         source = -1
+    elif func.namespace == "fsdp" and func._schema.name in _FSDP:
+        source = _FSDP[func._schema.name]
     elif _is_kept_by_torch(mode, func, args, kwargs):
         tensors = [i for i, arg in enumerate(args) if isinstance(arg, torch.Tensor)]
         source = tensors[0] if func.is_view else -1

@@ -68,7 +68,7 @@ def _device_queries(module: Any) -> None:
     _replace(
         module,
         current_device=lambda: CPU,
-        device_count=lambda: profile.device_count,
+        device_count=lambda: require_device().device_count,  # a fork may be in another node
         set_device=_nothing(),
         init=_nothing(),
         synchronize=_nothing(),

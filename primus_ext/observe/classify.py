@@ -6,6 +6,7 @@ its inputs and outputs, which is right for the element-wise kernels that make up
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -46,6 +47,12 @@ def op_name(func: Any) -> str:
     return f"{func.namespace}.{func._schema.name.split('::')[1]}"
 
 
+@functools.cache
+def is_idle(func: Any) -> bool:
+    """Whether the device does nothing, whatever the arguments."""
+    return op_name(func) in _NO_KERNEL
+
+
 def memory_op(name: str, inputs: list[torch.Tensor], outputs: list[torch.Tensor]) -> Op:
     """A kernel that reads its inputs and writes its outputs once."""
     return Op(
@@ -63,7 +70,7 @@ def classify(
 ) -> Op | None:
     """The op behind one dispatch, or None if the device does nothing."""
     name = op_name(func)
-    if name in _NO_KERNEL:
+    if is_idle(func):
         return None
     if func.namespace == "_c10d_functional":
         return classify_functional.classify(name, args, produced, recorder)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils._pytree import tree_iter
@@ -56,9 +56,9 @@ def made_on_host(recorder: Recorder, args: tuple, kwargs: dict) -> bool:
     return bool(deciding) and all(recorder.host.holds(t) for t in deciding)
 
 
-def transfer(recorder: Recorder, name: str, args: tuple) -> Op | None:
+def transfer(recorder: Recorder, func: Any, args: tuple) -> Op | None:
     """The copy between host and device behind ``aten.copy_``; None if it is another op or copy."""
-    if name != "aten.copy_" or not recorder.host.tracked:
+    if not recorder.host.tracked or func is not torch.ops.aten.copy_.default:
         return None
     into, source = args[0], args[1]
     to_host, from_host = recorder.host.holds(into), recorder.host.holds(source)

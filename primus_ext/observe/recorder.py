@@ -15,9 +15,8 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_iter
 
-from primus_ext.observe import classify, classify_c10d, host_memory, streams
+from primus_ext.observe import classify, classify_c10d, host_memory, known_ops, streams
 from primus_ext.observe.allocations import Kinds, Log, Logs
 from primus_ext.trace import Call, Op, ScopeKind
 
@@ -161,6 +160,9 @@ class Recorder(TorchDispatchMode):
         """Tensors that the program keeps in host memory."""
         self.ops: list[Op] = []
         self._index: dict[Op, int] = {}
+        self._places: dict[int, tuple[Op, int]] = {}
+        """As ``_index``, by identity: to hash an op takes longer than to find one."""
+        self._known = known_ops.KnownOps()
         self.calls: list[tuple[ScopeKind, str, Call]] = []
         self.scope: tuple[ScopeKind, str] = (ScopeKind.OTHER, "")
         self.phase = "forward"
@@ -171,6 +173,8 @@ class Recorder(TorchDispatchMode):
         self.continuous = False
         """Whether what is recorded in one list may be waited for in the next, as where the
         microbatches of a step overlap."""
+        self.recalled: Callable[[Any, tuple, dict], Any] = lambda *_: NotImplemented
+        """What the mode below would answer at once; NotImplemented where it has to be asked."""
         self._fused_depth = 0
         self._fused_made: list[weakref.ref] = []
 
@@ -195,7 +199,9 @@ class Recorder(TorchDispatchMode):
         if any(kind.__name__ == "DTensor" for kind in types):
             return NotImplemented  # a sharded tensor: its own dispatch comes back with the shard
         kwargs = kwargs or {}
-        out = func(*args, **kwargs)
+        out = self.recalled(func, args, kwargs)
+        if out is NotImplemented:
+            out = func(*args, **kwargs)
         if func.namespace == "prim" or (getattr(func, "is_view", False) and func not in _MADE):
             return out
         with torch._C.DisableTorchFunction():  # other modes needn't see what is looked at here
@@ -204,7 +210,7 @@ class Recorder(TorchDispatchMode):
 
     def _see(self, func: Any, args: tuple, kwargs: dict, out: Any) -> None:
         """Note an operator that ran: what it made, and that it did."""
-        produced = [t for t in tree_iter(out) if isinstance(t, torch.Tensor)]
+        produced = known_ops.tensors(out)
         if self._talks_quietly and func.namespace == "c10d":
             self._note(func, args, kwargs, produced, out)
         if self._fused_depth:
@@ -215,10 +221,23 @@ class Recorder(TorchDispatchMode):
             if on_host or not host_memory.holds(self, tensor):
                 (self.host if on_host else self.memory).track(tensor, _op_name(func))
         if self.recording:
-            found = host_memory.transfer(self, classify.op_name(func), args)
-            found = found or classify.classify(func, args, kwargs, produced, self)
+            found = self._op(func, args, kwargs, produced)
             if found is not None:
                 self._append(host_memory.by_host(found) if on_host else found, out)
+
+    def _op(self, func: Any, args: tuple, kwargs: dict, produced: list) -> Op | None:
+        """What :mod:`classify` makes of a call."""
+        if classify.is_idle(func):
+            return None
+        transfer = host_memory.transfer(self, func, args)
+        if transfer is not None:
+            return transfer
+        key = known_ops.key(func, args, kwargs, produced)
+        found = self._known.get(key)
+        if found is known_ops.ABSENT:
+            found = classify.classify(func, args, kwargs, produced, self)
+            self._known.put(key, found)
+        return found
 
     def _note(self, func: Any, args: tuple, kwargs: dict, produced: list, out: Any) -> None:
         found = classify.classify(func, args, kwargs, produced, self)
@@ -229,13 +248,11 @@ class Recorder(TorchDispatchMode):
         """Empty the op table (what is live stays counted)."""
         self.ops.clear()
         self._index.clear()
+        self._places.clear()
         self.streams.forget_works()
 
     def _append(self, op: Op, out: Any = None) -> None:
-        index = self._index.get(op)
-        if index is None:
-            index = self._index[op] = len(self.ops)
-            self.ops.append(op)
+        index = self._place(op)
         kind, name = self.scope
         module = self.modules[-1] if self.modules else ""
         prefix = f"{name}."
@@ -246,6 +263,18 @@ class Recorder(TorchDispatchMode):
             self.streams.works(work, group)
         call = Call(op=index, phase=self.phase, module=module, stream=stream, waits=waits)
         self.calls.append((kind, name, call))
+
+    def _place(self, op: Op) -> int:
+        """Where an op stands in the table."""
+        known = self._places.get(id(op))
+        if known is not None:
+            return known[1]
+        index = self._index.get(op)
+        if index is None:
+            index = self._index[op] = len(self.ops)
+            self.ops.append(op)
+        self._places[id(op)] = (op, index)  # it lives on, so no other op gets its identity
+        return index
 
     def _kind(self, size: int, op: str) -> int:
         """Kind of a new storage, by where the program is."""

@@ -89,10 +89,10 @@ def project(
 
 def timed(
     plan: Plan, traces: Sequence[RankTrace], cluster: Cluster,
-    collectives: MeasuredCollectives | None = None,
+    collectives: MeasuredCollectives | None = None, kept: Kept | None = None,
 ) -> tuple[Throughput, tuple[Term, ...]]:
     """As :func:`project`, without the memory: the time of a step, and its terms."""
-    step, under = _steps(plan, traces, cluster, None, collectives=collectives)
+    step, under = _steps(plan, traces, cluster, None, kept, collectives=collectives)
     terms, kinds = _terms(step, under)
     step_s = sum(term.exposed_seconds for term in terms)
     width = step.communication_width()

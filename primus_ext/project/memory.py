@@ -50,7 +50,12 @@ def per_role(
         cluster: The target.
         shape: The schedule.
         kept: What other projections on this target found out.
+
+    Raises:
+        ValueError: A trace was recorded for its times alone.
     """
+    if any(trace.only_timed for trace in stages):
+        raise ValueError("the trace was recorded for its times alone, so it has no memory")
     kept, short = kept or Kept(cluster), inflight.steady(shape)
     sizes = tuple(boundary_bytes(stages, shape))
     config = allocator_config.from_environment(plan.flags)

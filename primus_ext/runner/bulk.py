@@ -88,14 +88,14 @@ def _slices(requests: Mapping[str, dict[str, Any]], workers: int) -> list[list[s
     """Names of requests that one process can answer, the longest lists last."""
     alike: dict[str, list[str]] = defaultdict(list)
     # what differs least stands side by side: a process remembers the shapes of those before
-    for run, request in sorted(requests.items(), key=lambda item: _likeness(item[1])):
+    for run, request in sorted(requests.items(), key=lambda item: likeness(item[1])):
         alike[json.dumps([request.get(key) for key in SAME], sort_keys=True)].append(run)
     size = max(1, min(SLICE, -(-len(requests) // workers)))
     found = [names[i : i + size] for names in alike.values() for i in range(0, len(names), size)]
     return sorted(found, key=len)
 
 
-def _likeness(request: Mapping[str, Any]) -> tuple[str, ...]:
+def likeness(request: Mapping[str, Any]) -> tuple[str, ...]:
     """A key by which requests with many shapes in common are neighbours."""
     words = [str(word) for word in request["args"]]
     values = dict(zip(words, words[1:], strict=False))

@@ -18,6 +18,7 @@ from primus_ext.cluster import Cluster, Figure
 from primus_ext.cost import exchange, sustained
 from primus_ext.plan import Plan
 from primus_ext.project import compose
+from primus_ext.project.kept import Kept
 from primus_ext.project.result import Memory, Term, Throughput
 from primus_ext.runner import bulk
 from primus_ext.runner.sharing import Sizes, restored
@@ -73,8 +74,8 @@ def price(text: str, wanted: Sequence[Wanted]) -> dict[str, Timed | str]:
         text: What the child answered, JSON.
         wanted: The jobs.
     """
-    plan, traces = decoded(text)
-    return {one.name: _priced(plan, traces, one) for one in wanted}
+    alike = _Alike(*decoded(text))
+    return {one.name: _priced(alike, one) for one in wanted}
 
 
 def decoded(text: str) -> tuple[Plan, list[RankTrace]]:
@@ -92,22 +93,39 @@ def decoded(text: str) -> tuple[Plan, list[RankTrace]]:
             gc.enable()
 
 
-def _own(
-    plan: Plan, traces: Sequence[RankTrace], wanted: Wanted
-) -> tuple[Plan, Sequence[RankTrace]]:
-    """Plan and traces of a job that shares a trace."""
-    if wanted.sizes is not None:
-        plan, traces = restored(plan, traces, wanted.sizes)
-    return dataclasses.replace(plan, flags={**plan.flags, **wanted.conditions}), traces
+class _Alike:
+    """Jobs that share a trace, with what some of them share beside it."""
+
+    def __init__(self, plan: Plan, traces: Sequence[RankTrace]) -> None:
+        self._plan, self._traces = plan, traces
+        self._moved: dict[int, Sequence[RankTrace]] = {}
+        self._kept: list[Kept] = []
+
+    def own(self, wanted: Wanted) -> tuple[Plan, Sequence[RankTrace]]:
+        """Plan and traces of one of them; those of the same world are the same objects."""
+        plan, traces, sizes = self._plan, self._traces, wanted.sizes
+        if sizes is not None:
+            plan, traces = restored(plan, traces, sizes)
+            traces = self._moved.setdefault(sizes.world_size, traces)
+        return dataclasses.replace(plan, flags={**plan.flags, **wanted.conditions}), traces
+
+    def kept(self, cluster: Cluster) -> Kept:
+        """What projections on equal targets find out."""
+        for known in self._kept:
+            if known.cluster == cluster:
+                return known
+        self._kept.append(Kept(cluster))
+        return self._kept[-1]
 
 
-def _priced(plan: Plan, traces: Sequence[RankTrace], wanted: Wanted) -> Timed | str:
-    plan, traces = _own(plan, traces, wanted)
+def _priced(alike: _Alike, wanted: Wanted) -> Timed | str:
+    plan, traces = alike.own(wanted)
+    kept = alike.kept(wanted.cluster)
     try:
         if wanted.memory:
-            found = compose.project(plan, traces, wanted.cluster, mode="simulate")
+            found = compose.project(plan, traces, kept.cluster, mode="simulate", kept=kept)
             return Timed(found.throughput, found.breakdown, found.memory)
-        return Timed(*compose.timed(plan, traces, wanted.cluster), None)
+        return Timed(*compose.timed(plan, traces, kept.cluster, kept=kept), None)
     except ValueError as error:  # the target can't run it
         return str(error)
 
@@ -119,19 +137,19 @@ def slopes(text: str, wanted: Sequence[Wanted]) -> dict[str, Slopes | str]:
         text: What the child answered, JSON.
         wanted: The jobs.
     """
-    plan, traces = decoded(text)
+    alike = _Alike(*decoded(text))
     found: dict[str, Slopes | str] = {}
     same: dict[str, Slopes | str] = {}
     for one in wanted:
         key = repr((one.sizes, sorted(one.conditions.items()), one.cluster))
         if key not in same:
-            same[key] = _slopes(plan, traces, one)
+            same[key] = _slopes(alike, one)
         found[one.name] = same[key]
     return found
 
 
-def _slopes(plan: Plan, traces: Sequence[RankTrace], wanted: Wanted) -> Slopes | str:
-    plan, traces = _own(plan, traces, wanted)
+def _slopes(alike: _Alike, wanted: Wanted) -> Slopes | str:
+    plan, traces = alike.own(wanted)
     accelerator = wanted.cluster.accelerator
     used = _used(plan, traces, wanted.cluster)
 

@@ -159,7 +159,9 @@ def gather(
             continue
         one = sharing.shared(job.request)
         name = hashlib.sha256(json.dumps(one.request, sort_keys=True).encode()).hexdigest()
-        found.programs.setdefault(name, one.request)
+        found.programs.setdefault(name, {**one.request, "memory": False})
+        if memory(run):
+            found.programs[name]["memory"] = True
         found.served.setdefault(name, []).append(
             pricing.Wanted(run["id"], job.cluster, job.nearest.conditions, one.sizes, memory(run))
         )

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_iter
 
-from primus_ext.emulate import deep_ep
+from primus_ext.emulate import deep_ep, session
 from primus_ext.frameworks.megatron import (
     memory,
     microbatch,
@@ -26,6 +26,7 @@ from primus_ext.frameworks.megatron import (
     probe,
     synchronisation,
 )
+from primus_ext.frameworks.megatron.recording import times_alone
 from primus_ext.observe.recorder import LiveBytes, Recorder
 from primus_ext.observe.scopes import Scopes, segments
 from primus_ext.trace import (
@@ -80,11 +81,14 @@ def record(
     ends.append(len(recorder.memory.logs.setup.events))
     chunk = step.chunk()
     statistics = synchronisation.record_statistics(recorder, args)
-    return RankTrace(
+    ops = tuple(recorder.ops)
+    if session.current().request.get("origins", True):
+        ops = probe.labelled_ops(recorder, [make], [bare], config, (chunk,))
+    trace = RankTrace(
         rank=rank,
         pp_ranks=pp_ranks,
         groups={**memory.all_groups(), **recorder.groups_seen},
-        ops=probe.labelled_ops(recorder, [make], [bare], config, (chunk,)),
+        ops=ops,
         chunks=(chunk,),
         step=step.calls + statistics,
         buckets=(),
@@ -95,6 +99,7 @@ def record(
         recorded_events=_events(recorder, ends, model, given["optimizer"]),
         allocations=tuple(recorder.kinds.table),
     )
+    return trace if session.current().request.get("memory", True) else times_alone(trace)
 
 
 def _events(

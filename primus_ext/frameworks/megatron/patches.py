@@ -100,3 +100,24 @@ def _norms(module: Any) -> None:
         return reduced.view(1).clone(), None
 
     module.local_multi_tensor_l2_norm = local_multi_tensor_l2_norm
+
+
+@patch("megatron.core.tensor_parallel.random", "_get_share_storage", group="megatron",
+       versions=_CORE,
+       reason="a C++ extension that takes 40 s and a compiler to build, to make one storage stand "
+              "for another: where tensors have no storage it is enough that the other one lives on")
+def _share_storage(module: Any) -> None:
+    compiled = module._get_share_storage
+    unwatched: Any = vars(torch._C.StorageBase)["resize_"]
+
+    def share_storage(output: Any, recomputed: Any) -> None:
+        if not isinstance(output, FakeTensor):
+            compiled()(output, recomputed)
+            return
+        storage: Any = output.untyped_storage()
+        other = recomputed.untyped_storage()
+        # Not through the method that the recorder watches: the extension tells nobody either.
+        unwatched(storage, other.nbytes())
+        storage.stands_for = other  # which lives as long, as with the extension
+
+    module._get_share_storage = lambda: share_storage

@@ -118,6 +118,8 @@ def run(
         recorder.group_names.update(memory.group_names())
         if request.get("storage", "none") == "none" and "measure" not in request:
             world.enter_context(virtual_world.no_storage())
+            if isinstance(recorder, Recorder):  # which is entered next, so nothing is in between
+                recorder.recalled = virtual_world.recalled
         elif observer is None and "rendezvous" not in request:
             world.enter_context(echoing_peers.EchoingPeers())
         world.enter_context(recorder)

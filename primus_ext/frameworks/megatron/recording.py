@@ -54,6 +54,7 @@ class _Recording:
         self._bare = unwrap_model(self._model)
         self._quantized = self._args.fp8 or getattr(self._args, "fp4", None)
         self._pipeline = self._config.pipeline_model_parallel_size > 1
+        self._only_timed = not session.current().request.get("memory", True)
 
     def run(self, rank: int, pp_ranks: tuple[int, ...]) -> RankTrace:
         """Everything, and the trace of it."""
@@ -75,7 +76,7 @@ class _Recording:
         events = static.events(recorder, built, stepped, step_events)
         kinds = tuple(recorder.kinds.table)
         del kept
-        if self._pipeline:
+        if self._pipeline and not self._only_timed:
             beside = functools.partial(neighbours.in_flight, beside=len(self._model) == 1)
             chunks = self._remembering(chunks, beside)
         step, sync, gathers = synchronisation.apart(recorder, args, self._model, step)
@@ -83,11 +84,12 @@ class _Recording:
         if session.current().request.get("origins", True):
             distinct = [chunks[index] for index in sorted(set(self._same))]
             ops = probe.labelled_ops(recorder, self._makers, self._bare, self._config, distinct)
-        if self._quantized and self._config.recompute_granularity:  # forwards without gradients
+        # forwards without gradients
+        if self._quantized and self._config.recompute_granularity and not self._only_timed:
             first = functools.partial(neighbours.first_of_step, pipeline=self._pipeline)
             chunks = self._remembering(chunks, first)
         local, total, active = parts.counts(self._bare, args, self._config)
-        return RankTrace(
+        trace = RankTrace(
             rank=rank,
             pp_ranks=pp_ranks,
             groups={**memory.all_groups(), **recorder.groups_seen},
@@ -103,6 +105,7 @@ class _Recording:
             allocations=kinds,
             static_events=events,
         )
+        return times_alone(trace) if self._only_timed else trace
 
     def _prepare(self) -> None:
         """Modules and settings as inside Megatron's loop."""
@@ -177,6 +180,14 @@ class _Recording:
             dataclasses.replace(chunk, memory=memories[first])
             for chunk, first in zip(chunks, self._same, strict=True)
         ]
+
+
+def times_alone(trace: RankTrace) -> RankTrace:
+    """A trace without allocations, marked as one from which no memory can be composed."""
+    return dataclasses.replace(
+        trace, allocations=(), static_events=None, recorded_events=(), only_timed=True,
+        chunks=tuple(dataclasses.replace(chunk, events=None) for chunk in trace.chunks),
+    )  # fmt: skip
 
 
 def leave_parameters_alone(chunk: Any) -> None:

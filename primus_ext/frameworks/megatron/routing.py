@@ -49,6 +49,38 @@ def map_of(counts: tuple[int, ...], tokens: int) -> torch.Tensor:
     return chosen
 
 
+class CountedMap:
+    """A routing map ``[tokens, experts]`` of which no more is known than its sums.
+
+    That is all that an all-to-all dispatcher asks of it.  A map with values, summed up again for
+    every layer and microbatch, took most of the time of models with many experts.
+    """
+
+    def __init__(self, counts: tuple[int, ...], tokens: int) -> None:
+        """Every expert has its number of tokens.
+
+        Args:
+            counts: Tokens of each expert.
+            tokens: Local tokens.
+        """
+        self.shape = (tokens, len(counts))
+        self._counts = counts
+
+    def size(self, dim: int) -> int:
+        """As of a tensor."""
+        return self.shape[dim]
+
+    def sum(self, dim: int) -> torch.Tensor:
+        """Tokens of each expert, int64.
+
+        Raises:
+            ValueError: Another dimension than the tokens' was asked for.
+        """
+        if dim != 0:
+            raise ValueError(f"dim={dim} of a routing map is not known; legal: 0")
+        return torch.tensor(self._counts)
+
+
 @patch(
     f"{_MOE}.moe_layer",
     "MoELayer.__init__",
@@ -106,14 +138,14 @@ def save(path: str | None) -> None:
 
 
 def on_the_host(
-    dispatcher: Any, preprocess: Callable[..., torch.Tensor], routing_map: torch.Tensor
+    dispatcher: Any, preprocess: Callable[..., torch.Tensor], routing_map: torch.Tensor | CountedMap
 ) -> torch.Tensor:
     """What an all-to-all dispatcher counts, as the host reads it; call it where values exist.
 
     Args:
         dispatcher: Megatron's.
         preprocess: Its own method of that name.
-        routing_map: ``[tokens, experts]`` bool.
+        routing_map: ``[tokens, experts]`` bool, or its sums.
 
     Returns:
         Tokens of each local expert.
@@ -151,10 +183,10 @@ def _all_to_all(module: ModuleType) -> None:
         if not isinstance(routing_map, FakeTensor):
             _note(self, routing_map)
         with host_values():
-            chosen = routing_map
+            chosen: torch.Tensor | CountedMap = routing_map
             if isinstance(routing_map, FakeTensor):
                 tokens = routing_map.shape[0]
-                chosen = map_of(expert_load.copies(_layer(self), tokens, self.config), tokens)
+                chosen = CountedMap(expert_load.copies(_layer(self), tokens, self.config), tokens)
             return on_the_host(self, preprocess, chosen)
 
     dispatcher.__init__ = initialize_with_values
