@@ -27,6 +27,9 @@ def write(draft: Draft) -> None:
     )  # fmt: skip
     draft.add(*launchers.habits(draft).arguments)
     launchers.write_states(draft)
+    unfused = "--no-gradient-accumulation-fusion"
+    if draft.is_on("gradient_accumulation_fusion") is False and unfused not in draft.argv:
+        draft.add(unfused)
     if draft.flag("activation_offload_layers"):
         draft.add("--cpu-offloading-num-layers", draft.flag("activation_offload_layers"))
     _kernels(draft)
