@@ -82,7 +82,8 @@ def _rows() -> Iterator[dict[str, Any]]:
     )  # fmt: skip
     for arch, gpus, compute, batch in batches:
         changes = {
-            "hardware": {"num_gpus": gpus}, "model": {"arch_key": arch},
+            "hardware": {"num_gpus": gpus},
+            "model": {"arch_key": arch, "shared_expert_ffn_hidden_size": 2048},
             "precision": {"compute": compute}, "batch": batch,
             "recompute": {"granularity": None, "method": None, "num_layers": None},
         }  # fmt: skip

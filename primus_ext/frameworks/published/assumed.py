@@ -30,7 +30,8 @@ KNOBS: Mapping[str, frozenset[str]] = {
         "flash_attention", "dropout", "sliding_window", "cross_entropy_fusion",
         "gradient_accumulation_fusion", "bias_swiglu_fusion", "optimizer_states",
         "overlap_grad_reduce", "overlap_param_gather", "moe_router_force_load_balancing",
-        "moe_dispatcher", "moe_permute_fusion", "sync_free_moe_stage", "pp_layout",
+        "moe_dispatcher", "moe_permute_fusion", "moe_shared_expert_overlap", "sync_free_moe_stage",
+        "pp_layout",
     }),
 }  # fmt: skip
 """What may be assumed, by part of a row: knobs that the mapping reads."""
