@@ -7,6 +7,7 @@ from primus_ext.frameworks.published.draft import Draft
 
 TE_LOSS = "primus_ext.frameworks.megatron.te_loss"
 DEEPSPEED = "primus_ext.frameworks.megatron.deepspeed"
+BEFORE_FLASH = "primus_ext.frameworks.megatron.before_flash"
 OLD_ENGINE = "primus_ext.frameworks.megatron.te_2024"
 # Flags that change time or memory and are not projected: on where their value is not in the set.
 _LEFT_OUT = (
@@ -49,6 +50,7 @@ def write(draft: Draft) -> None:
 def _kernels(draft: Draft) -> None:
     if draft.flag("flash_attention") is False:  # before flash attention: nothing of the loss fused
         draft.add("--attention-backend", "unfused")
+        draft.emulations.append(BEFORE_FLASH)
     elif _te_loss(draft):
         draft.add("--cross-entropy-loss-fusion", "--cross-entropy-fusion-impl", "te")
         draft.emulations.append(TE_LOSS)
