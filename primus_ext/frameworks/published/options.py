@@ -51,6 +51,10 @@ def _kernels(draft: Draft) -> None:
     if draft.flag("flash_attention") is False:  # before flash attention: nothing of the loss fused
         draft.add("--attention-backend", "unfused")
         draft.emulations.append(BEFORE_FLASH)
+        if "--sequence-parallel" not in draft.argv:
+            # Megatron-LM to 2023 (arguments.py), DeepSpeed 0.6 (is_pipe_partitioned): stages send
+            # a piece from each tensor-parallel rank
+            draft.conditions["scatter_gather_tensors_in_pipeline"] = "1"
     elif _te_loss(draft):
         draft.add("--cross-entropy-loss-fusion", "--cross-entropy-fusion-impl", "te")
         draft.emulations.append(TE_LOSS)
