@@ -27,7 +27,7 @@ KNOBS: Mapping[str, frozenset[str]] = {
     "precision": frozenset({"compute", "scaling", "grad_reduce"}),
     "recompute": frozenset({"granularity", "method", "num_layers"}),
     "flags": frozenset({
-        "attention", "flash_attention", "dropout", "sliding_window", "cross_entropy_fusion",
+        "flash_attention", "dropout", "sliding_window", "cross_entropy_fusion",
         "gradient_accumulation_fusion", "bias_swiglu_fusion", "optimizer_states",
         "overlap_grad_reduce", "overlap_param_gather", "moe_router_force_load_balancing",
         "moe_dispatcher", "moe_permute_fusion", "moe_shared_expert_overlap", "sync_free_moe_stage",

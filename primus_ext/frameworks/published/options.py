@@ -85,10 +85,9 @@ def _attention_kernel(draft: Draft) -> None:
         draft.conditions["attention_kernel"] = "flash2"
         draft.note("attention of torch: flash-attn 2's kernels")
     elif "triton" in str(draft.flag("attention") or ""):
-        # LLM Foundry's tables older than torch 2.0 (March 2023), older than flash-attn 2 (July
-        # 2023); Primus-Turbo for attention sinks
+        # a table older than torch 2.0 (March 2023) is older than flash-attn 2 (July 2023)
         draft.conditions["attention_kernel"] = "triton"
-        draft.note("attention: FlashAttention in Triton")
+        draft.note("attention: FlashAttention in Triton, as LLM Foundry had it before torch 2.0")
 
 
 def _host(draft: Draft) -> None:
