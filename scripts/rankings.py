@@ -1,14 +1,15 @@
 """How projections rank alternatives: a page of tables, beside what trivial rules reach.
 
     python scripts/rankings.py                                writes validation/seed_tables.md
-    python scripts/rankings.py RUNS.yaml --only WORD --groups --out PAGE.md
+    python scripts/rankings.py RUNS.yaml --only WORD --groups [--every N] --out PAGE.md
 
 The runs are projected in simulate mode, nothing is fitted to them.  Error: projected over measured
 step time, less 1.  k: projected over measured throughput, its mean and coefficient of variation.
 Rank correlations are those of tokens per second and GPU; regret is what the choice of the best
 projection loses against the best measured one.  The trivial rule: whoever recomputes fewer layers
 is faster; where it is undecided its regret is the mean of its choices.  ``--groups`` leaves the
-runs out and keeps the figures, regret among runs of equal work then.
+runs out and keeps the figures, regret among runs of equal work then.  Runs that share a program
+are traced once; ``--every N`` takes the runs of every N-th program.
 """
 
 from __future__ import annotations
@@ -145,6 +146,14 @@ def page(rows: Iterable[validate.Row], wanted: Mapping[str, runs.Run], groups: b
     return "\n".join(text)
 
 
+def thinned(wanted: Sequence[runs.Run], every: int) -> list[runs.Run]:
+    """Runs of every ``every``-th program, in the order of the programs' hashes."""
+    gathered = validate.gather(wanted, lambda _: False)
+    programs = sorted(gathered.programs)[::every]
+    kept = {one.name for program in programs for one in gathered.served[program]}
+    return [run for run in wanted if run["id"] in kept]
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Project and write the page; see the module.
 
@@ -155,10 +164,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("runs", nargs="?", type=Path, default=SEEDS, help="runs file")
     parser.add_argument("--only", default="", help="runs whose id holds this word")
     parser.add_argument("--groups", action="store_true", help="figures alone")
+    parser.add_argument("--every", type=int, default=1, help="take every N-th program")
     parser.add_argument("--out", type=Path, default=PAGE, help="page to write")
     parser.add_argument("--workers", type=int, help="processes at a time (default: one a core)")
     asked = parser.parse_args(arguments)
-    wanted = {run["id"]: run for run in runs.load(asked.runs) if asked.only in run["id"]}
+    chosen = [run for run in runs.load(asked.runs) if asked.only in run["id"]]
+    wanted = {run["id"]: run for run in thinned(chosen, asked.every)}
     found = validate.project_runs(
         list(wanted.values()), lambda *_: None, asked.workers, memory=lambda _: False
     )

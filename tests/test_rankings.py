@@ -82,3 +82,4 @@ def test_the_committed_sweeps_are_those_of_the_paper(rankings: ModuleType) -> No
         assert (len(rates), max(rates), min(rates)) == (count, best, worst)
     gathered = validate.gather(every, lambda _: False)
     assert not gathered.skipped and len(gathered.programs) == 18
+    assert [len(rankings.thinned(every, n)) for n in (1, 4, 18)] == [18, 5, 1]
