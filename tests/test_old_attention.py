@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import inspect
 import types
 from typing import Any
 
@@ -104,3 +106,14 @@ def test_no_mask_is_built_and_the_softmax_is_that_of_the_upper_triangle() -> Non
     assert softmax.forward_fused_softmax(scores, scores) == "another kernel"
     softmax.attn_mask_type = "padding"
     assert softmax.forward_fused_softmax(scores, None) == "another kernel"
+
+
+@pytest.mark.parametrize("name", [
+    "megatron", "megatron.before_flash", "megatron.deepspeed", "megatron.moe_2025",
+    "megatron.te_2024", "megatron.te_loss", "megatron.torchtitan_blocks",
+    "megatron.torchtitan_eager_blocks", "megatron.torchtitan_loss",
+])  # fmt: skip
+def test_every_framework_takes_the_request_it_is_hooked_for(name: str) -> None:
+    """As ``emulate/bootstrap.py`` calls them all."""
+    install = importlib.import_module(f"primus_ext.frameworks.{name}").install
+    inspect.signature(install).bind({"device": {}})

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from primus_ext import cli
-from primus_ext.emulate import batch, session
+from primus_ext.emulate import batch
 from primus_ext.frameworks import published
 from primus_ext.report import validation
 from primus_ext.runner import UsageError, bulk, scores, validate
@@ -83,17 +83,6 @@ def test_a_process_answers_requests_that_are_alike() -> None:
 
 def row(name: str, measured: float, predicted: float, cell: str = "c") -> scores.Scored:
     return scores.Scored(measured, predicted, cell, 0.9 * predicted, 1.2 * predicted)
-
-
-def test_a_process_of_many_requests_knows_the_first_while_the_world_is_installed(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(session, "_current", None)
-    monkeypatch.setattr(session, "installing", None)
-    with pytest.raises(RuntimeError, match="no emulation runs"):
-        session.asked()
-    monkeypatch.setattr(session, "installing", {"device": {"name": "h100"}})
-    assert session.asked()["device"]["name"] == "h100"
 
 
 def test_summary_against_arithmetic_by_hand() -> None:

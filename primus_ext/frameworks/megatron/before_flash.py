@@ -8,6 +8,7 @@ instead, and keep that kernel beside it.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from primus_ext.emulate import registry
@@ -17,7 +18,7 @@ _VERSIONS = "transformer-engine 2.20"
 _PLACE = "transformer_engine.pytorch.attention.dot_product_attention"
 
 
-def install() -> None:
+def install(_request: Mapping[str, Any]) -> None:
     """Apply the patches, before the program imports Transformer Engine."""
     registry.apply_all(GROUP)
 
