@@ -13,5 +13,5 @@ class _Absent(importlib.abc.MetaPathFinder):
             raise ModuleNotFoundError(f"No module named {fullname!r}", name=fullname)
 
 
-def install() -> None:
+def install(_request: Any) -> None:
     sys.meta_path.insert(0, _Absent())

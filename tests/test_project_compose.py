@@ -13,10 +13,14 @@ from hypothesis import strategies as st
 from primus_ext.cluster_data import ClusterError, load_cluster
 from primus_ext.cost.model import CostModel
 from primus_ext.project import stage
+from primus_ext.project.compose import _IN_PIECES as IN_PIECES
 from primus_ext.project.compose import PlanError, project
+from primus_ext.project.compose import _Step as Step
+from primus_ext.project.kept import Kept
 from primus_ext.project.ledger import TermName
 from primus_ext.project.programs import ScheduleError
 from primus_ext.project.result import Projection
+from primus_ext.project.schedule import Shape
 from primus_ext.trace import to_plain
 from tests.synthetic import Job, plan, traces
 
@@ -107,6 +111,23 @@ def test_interleaving_shortens_the_bubble() -> None:
     interleaved = exposed(projected(Job(pp=4, vpp=4, dp=2, microbatches=8)))
     assert interleaved["pipeline bubble"] < 0.5 * plain["pipeline bubble"]
     assert interleaved["pipeline p2p"] > plain["pipeline p2p"]
+
+
+def test_stages_that_send_pieces_take_a_tps_part_of_the_network_and_a_gather() -> None:
+    """A boundary over the network: whole from each rank, or its eighth and NVLink for the rest."""
+    job = Job(tp=8, pp=2, dp=1, microbatches=2, sequence_parallel=False)
+    cluster = load_cluster("a100", 2, 8)
+    kept, stages = Kept(cluster), traces(job)
+    told = plan(job)
+    pieces = dataclasses.replace(told, flags={**told.flags, IN_PIECES: "1"})
+    shape = Shape(pp=2, vpp=1, microbatches=2)
+    (whole,) = Step(told, stages, kept, shape)._boundary
+    (split,) = Step(pieces, stages, kept, shape)._boundary
+    size = stages[0].chunks[0].boundary_bytes
+    assert whole == kept.send_seconds(size, 0, 8)
+    gather = kept.gather_seconds(size, tuple(range(8, 16)))
+    assert split == kept.send_seconds(size // 8, 0, 8) + gather
+    assert gather < split < whole / 3
 
 
 def test_recomputation_costs_one_forward_of_the_layers() -> None:

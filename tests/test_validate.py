@@ -49,7 +49,7 @@ def test_what_is_assumed_is_said() -> None:
     assert option(nearest.argv, "--fp8-recipe") == "delayed"
     text = "; ".join(nearest.approximations)
     assert "--use-torch-fsdp2" in nearest.argv
-    assert "recompute not stated" in text
+    assert "recompute.num_layers is not stated: 72 assumed" in text
 
 
 @pytest.mark.parametrize(
@@ -193,14 +193,15 @@ def test_the_newest_of_equal_configurations_is_scored() -> None:
 
 def test_only_what_a_partial_row_leaves_open_is_assumed_and_named() -> None:
     run = copy.deepcopy(runs()["korthikanti22-a100-175b-full"])
-    run["id"] = "primus-mi355x-mixtral-8x22b-fp8-32g-r09_b2"
     run["source"] = {"name": "Primus Projection paper"}
+    run["hardware"]["num_gpus"] = 32
+    run["model"]["arch_key"] = "mixtral-8x22b"
     run["batch"] = {"mbs": 2, "gbs": None, "seq_len": 4096}
     before = copy.deepcopy(run)
     filled = published.completed(run)
     assert run == before
-    assert filled["batch"] == {"mbs": 2, "gbs": 128, "seq_len": 4096}  # 8192 only if not stated
-    assert "gbs is not stated: 128 assumed" in filled["assumed"]
+    assert filled["batch"] == {"mbs": 2, "gbs": 512, "seq_len": 4096}  # 8192 only if not stated
+    assert "batch.gbs is not stated: 512 assumed" in filled["assumed"]
     assert not any("seq_len" in note for note in filled["assumed"])
     assert published.completed(filled) is filled
     assert set(filled["assumed"]) <= set(published.program(filled).approximations)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import functools
 import types
 from collections.abc import Callable
 from typing import Any
@@ -102,6 +103,23 @@ def _streams(module: Any) -> None:
         set_stream=set_stream,
         is_current_stream_capturing=lambda: False,
     )
+
+
+@patch("torch.nn.functional", "dropout", group="accelerator", versions=_TORCH,
+       reason="on CUDA one kernel draws, scales and keeps a mask of one byte an element "
+              "(aten/src/ATen/native/Dropout.cpp); the CPU runs three and keeps it in full")
+def _dropout(module: Any) -> None:
+    composite = module.dropout
+
+    @functools.wraps(composite)
+    def dropout(
+        input: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
+    ) -> torch.Tensor:
+        if inplace or not training or not 0 < p < 1 or not input.numel():
+            return composite(input, p, training, inplace)
+        return torch.native_dropout(input, p, True)[0]
+
+    module.dropout = dropout
 
 
 _MEMORY = (

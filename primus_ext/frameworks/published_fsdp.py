@@ -8,7 +8,6 @@ optimizer.
 
 from __future__ import annotations
 
-import re
 from typing import Any
 
 _FSDP2 = (
@@ -87,24 +86,3 @@ def _refused(run: dict[str, Any]) -> str:
     if (parallelism.get("ep") or 1) > 1:
         return _EXPERTS
     return "fp16" if run["precision"]["compute"] == "fp16" else ""
-
-
-_PUBLIC = re.compile(r"full recompute of (\d+) of (\d+) layers")
-
-
-def public_recompute(run: dict[str, Any], notes: list[str]) -> list[str]:
-    """Recomputation that a run does not state, as the public configurations of its model have it.
-
-    Args:
-        run: The published run; ``recompute.basis`` quotes those configurations.
-        notes: The assumption is appended.
-
-    Returns:
-        Megatron arguments; none where nothing is quoted for a model of as many layers.
-    """
-    quoted = _PUBLIC.search(str(run["recompute"].get("basis") or ""))
-    if quoted is None or int(quoted[2]) != run["model"]["num_layers"]:
-        return []
-    notes.append(f"recompute not stated: {quoted[0]}, as in public configurations of the model")
-    return ["--recompute-granularity", "full", "--recompute-method", "block",
-            "--recompute-num-layers", quoted[1]]  # fmt: skip

@@ -36,6 +36,9 @@ _NO_KERNEL = {
 }  # fmt: skip
 # The destination is only written.
 _WRITES_FIRST = {"aten.copy_", "aten.fill_", "aten.zero_", "aten._foreach_copy_"}
+# Elements above the diagonal are not read, and written as zeros.
+_CAUSAL_SOFTMAX = {"te_softmax.scaled_upper_triang_masked_softmax_fwd",
+                   "te_softmax.scaled_upper_triang_masked_softmax_bwd"}  # fmt: skip
 # Only the gathered or scattered rows move, not the whole table.
 _GATHERS = {"aten.embedding", "aten.index_select", "aten.index", "aten.gather"}
 _SCATTERS = {"aten.scatter_add_", "aten.scatter_add", "aten.index_add_", "aten.index_add",
@@ -84,12 +87,16 @@ def classify(
         return classify_fsdp.classify(name, func, args, kwargs)
     if func.namespace == "primus_mamba":
         return classify_mamba.classify(name, func, args, kwargs)
+    if name == "aten.baddbmm" and kwargs.get("beta") == 0:  # the first argument is not read
+        return _mm(name, args[1], args[2], produced[0], False)
     gemm = _GEMMS.get(name)
     if gemm is not None:
         return gemm(name, args, produced[0] if produced else None)
     read = [t for t in tree_iter((args, kwargs)) if isinstance(t, torch.Tensor)]
     if not produced:
         return None
+    if name in _CAUSAL_SOFTMAX:
+        return _traffic(name, read, produced, moved_bytes(read) // 2 + moved_bytes(produced))
     if name in _WRITES_FIRST:
         return memory_op(name, read[1:], produced[:1])
     if name in _GATHERS:

@@ -291,6 +291,9 @@ def stage_traces(
     return found
 
 
+_IN_PIECES = "scatter_gather_tensors_in_pipeline"
+
+
 class _Step:
     """The timeline of one step."""
 
@@ -319,15 +322,23 @@ class _Step:
         self.binding = max(ranks, key=lambda r: self.timeline.busy[r])
 
     def _boundary_seconds(self) -> list[float]:
-        """Seconds of a transfer across each boundary between stages."""
+        """Seconds of a transfer across each boundary between stages.
+
+        With ``scatter_gather_tensors_in_pipeline`` each tensor-parallel rank sends its piece of
+        what all of them hold, and the receivers gather them.
+        """
         shape, pipeline = self.shape, self.stages[0].groups.get("pp", ())
+        pieces = self.plan.parallelism.tp if self.plan.flags.get(_IN_PIECES) else 1
         if shape.pp > 1 and len(pipeline) != shape.pp:
             raise PlanError(f"group pp has {len(pipeline)} ranks, the plan has pp={shape.pp}")
         seconds = []
         for boundary, size in enumerate(memory.boundary_bytes(self.stages, shape)):
             here, there = boundary % shape.pp, (boundary + 1) % shape.pp
-            self._boundaries.append((size, pipeline[here], pipeline[there]))
-            seconds.append(self.kept.send_seconds(size, pipeline[here], pipeline[there]))
+            self._boundaries.append((size // pieces, pipeline[here], pipeline[there]))
+            sent = self.kept.send_seconds(size // pieces, pipeline[here], pipeline[there])
+            if pieces > 1:
+                sent += self.kept.gather_seconds(size, self.stages[there].groups["tp"])
+            seconds.append(sent)
         return seconds
 
     def _after(self, rank: int) -> tuple[float, float]:

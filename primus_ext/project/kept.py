@@ -122,6 +122,17 @@ class Kept:
             lambda: self.cost.collective_seconds(message, (here, there)).seconds,
         )
 
+    def gather_seconds(self, size: int, ranks: tuple[int, ...]) -> float:
+        """Seconds in which global ranks gather ``size`` bytes of which each has its piece.
+
+        Raises:
+            CostError: One of them is not on the target.
+        """
+        gather = Collective(kind=CollectiveKind.ALL_GATHER, group="tp", bytes=size, dtype="")
+        return self.of_target(
+            (gather, ranks), lambda: self.cost.collective_seconds(gather, ranks).seconds
+        )
+
     def of_target[T](self, key: Hashable, make: Callable[[], T]) -> T:
         """A value that depends on the target alone, and on ``key``."""
         if key not in self._target:

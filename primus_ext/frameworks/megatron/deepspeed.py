@@ -10,6 +10,7 @@ FP32 tensor, where Megatron-LM casts gradient by gradient.  Name this module amo
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ GROUP = "deepspeed"
 _CORE = "megatron-core 0.19"
 
 
-def install() -> None:
+def install(_request: Mapping[str, Any]) -> None:
     """Apply the patches, before the program imports Megatron-LM."""
     registry.apply_all(GROUP)
 

@@ -7,6 +7,7 @@ of the tokens; 0.19 drops it once it is sent.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from primus_ext.emulate import registry
@@ -15,7 +16,7 @@ GROUP = "moe_2025"
 _CORE = "megatron-core 0.19"
 
 
-def install() -> None:
+def install(_request: Mapping[str, Any]) -> None:
     """Apply the patches, before or after the program imports Megatron-LM."""
     registry.apply_all(GROUP)
 

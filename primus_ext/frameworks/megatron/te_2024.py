@@ -8,6 +8,7 @@ each was made anew and given back at once.  Of a Llama-3-8B the five that are ke
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from primus_ext.emulate import registry
@@ -15,7 +16,7 @@ from primus_ext.emulate import registry
 GROUP = "te_2024"
 
 
-def install() -> None:
+def install(_request: Mapping[str, Any]) -> None:
     """Apply the patches, before the program imports Transformer Engine."""
     registry.apply_all(GROUP)
 

@@ -9,6 +9,7 @@ they were: name this module among the ``frameworks`` of a request.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from primus_ext.emulate import registry
@@ -17,7 +18,7 @@ GROUP = "te_loss"
 _CORE = "megatron-core 0.19"
 
 
-def install() -> None:
+def install(_request: Mapping[str, Any]) -> None:
     """Apply the patches, before the program imports Megatron-LM."""
     registry.apply_all(GROUP)
 

@@ -13,6 +13,7 @@ Name this module (or ``torchtitan_eager_blocks``) among the ``frameworks`` of a 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ GROUP = "torchtitan_blocks"
 _eager = False
 
 
-def install(eager: bool = False) -> None:
+def install(_request: Mapping[str, Any], *, eager: bool = False) -> None:
     """Apply the patch, before the program imports Megatron-LM.
 
     Args:

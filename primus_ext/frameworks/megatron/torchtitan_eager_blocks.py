@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from primus_ext.frameworks.megatron import torchtitan_blocks
 
 
-def install() -> None:
+def install(request: Mapping[str, Any]) -> None:
     """Apply the patch, before the program imports Megatron-LM."""
-    torchtitan_blocks.install(eager=True)
+    torchtitan_blocks.install(request, eager=True)

@@ -8,6 +8,7 @@ fused loss has one.  Name this module among the ``frameworks`` of a request.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from primus_ext.emulate import registry
 GROUP = "torchtitan_loss"
 
 
-def install() -> None:
+def install(_request: Mapping[str, Any]) -> None:
     """Apply the patch, before the program imports Megatron-LM."""
     registry.apply_all(GROUP)
 

@@ -16,6 +16,8 @@ _FAMILIES: dict[str, tuple[str, ...]] = {
         "--window-attn-skip-freq", "2", "--glu-linear-offset", "1.0",
         "--activation-func-clamp-value", "7.0", "--no-bias-dropout-fusion",
     ),
+    # GPT-OSS as AMD-AGI/Primus has it (fd1eeab primus/configs/models/megatron/gpt_oss_120B.yaml)
+    "primus-gpt-oss": ("--qk-layernorm", "--softmax-type", "learnable"),
     "nemotron4": ("--apply-layernorm-1p", "--rotary-percent", "0.5"),
 }  # fmt: skip
 _WITH_BIAS = ("gpt3", "gpt-oss")
@@ -71,7 +73,8 @@ def _sizes(draft: Draft, model: dict[str, Any]) -> None:
         "--max-position-embeddings", draft.stated(batch, "seq_len"),
         "--vocab-size", model["vocab_size"],
         "--make-vocab-size-divisible-by", "128",
-        "--attention-dropout", "0", "--hidden-dropout", "0",
+        "--attention-dropout", draft.flag("dropout") or 0,
+        "--hidden-dropout", draft.flag("dropout") or 0,
     )  # fmt: skip
 
 
@@ -88,6 +91,8 @@ def _activation(draft: Draft, model: dict[str, Any], family: str) -> None:
     if family.startswith("gpt-oss"):
         draft.add("--quick-geglu")  # its clamped, shifted form is in the arguments of the family
         return
+    if draft.is_on("bias_swiglu_fusion") is False:
+        draft.add("--no-bias-swiglu-fusion")
     if activation == "geglu":
         draft.note("GEGLU projected as SwiGLU (the same sizes; both are one kernel)")
     draft.add(*_ACTIVATIONS[activation])
@@ -115,7 +120,8 @@ def _attention(draft: Draft, model: dict[str, Any]) -> None:
 def _positions(draft: Draft, model: dict[str, Any], family: str) -> None:
     position = str(model.get("position") or "")
     if position.startswith("learned") or family.startswith("gpt3"):
-        draft.note("dropout is left out")
+        if not draft.flag("dropout"):
+            draft.note("dropout is left out")
     elif position.startswith("alibi"):
         draft.add("--position-embedding-type", "none")
         draft.note("ALiBi is left out (a bias added to the attention scores)")

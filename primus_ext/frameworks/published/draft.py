@@ -77,5 +77,7 @@ class Draft:
         """
         value = part.get(key)
         if value is None:
-            raise NotProjectable(f"{key} is not stated")
+            source = self.run.get("source", {}).get("name")
+            nothing = "" if "assumed" in self.run else f", and nothing is assumed for {source}"
+            raise NotProjectable(f"{key} is not stated{nothing}")
         return value

@@ -20,6 +20,10 @@ _ROUTERS: dict[str, tuple[str, ...]] = {
         "--moe-router-pre-softmax", "--moe-router-load-balancing-type", "seq_aux_loss",
         "--moe-aux-loss-coeff", "1e-3",
     ),
+    "primus-gpt-oss": (
+        "--moe-router-pre-softmax", "--moe-router-load-balancing-type", "seq_aux_loss",
+        "--moe-aux-loss-coeff", "1e-3",
+    ),
     "qwen3": ("--moe-router-load-balancing-type", "aux_loss", "--moe-aux-loss-coeff", "1e-3"),
     "gpt-oss": ("--moe-router-load-balancing-type", "none"),
     "grok1": ("--moe-router-load-balancing-type", "aux_loss", "--moe-aux-loss-coeff", "1e-2"),
@@ -48,6 +52,8 @@ def write(draft: Draft) -> None:
         draft.add("--moe-layer-freq", f"([0]*{dense}+[1]*{model['num_layers'] - dense})")
     if model.get("shared_expert_ffn_hidden_size"):
         draft.add("--moe-shared-expert-intermediate-size", model["shared_expert_ffn_hidden_size"])
+        if draft.is_on("moe_shared_expert_overlap"):
+            draft.add("--moe-shared-expert-overlap")
     _router(draft, model)
     _dispatcher(draft)
     _experts(draft)
@@ -69,8 +75,10 @@ def _router(draft: Draft, model: dict[str, Any]) -> None:
         draft.note("the router's scores and losses are not stated: Megatron's defaults")
     else:
         draft.add(*words)
-    if launchers.habits(draft).router_fusion:
+    if launchers.habits(draft).router_fusion or launchers.is_sync_free(draft):
         draft.add("--moe-router-fusion")
+    if launchers.is_sync_free(draft) and draft.run["precision"]["compute"] in ("fp8", "fp4"):
+        draft.add("--moe-router-padding-for-quantization")
     if draft.flag("moe_router_force_load_balancing") or "force" in str(draft.flag("router")):
         draft.add("--moe-router-force-load-balancing")
 

@@ -117,13 +117,20 @@ def habits(draft: Draft) -> Habits:
     )
 
 
+_STATES = (
+    "--use-precision-aware-optimizer", "--main-grads-dtype", "bf16",
+    "--exp-avg-dtype", "bf16", "--exp-avg-sq-dtype", "bf16",
+)  # fmt: skip
+
+
 def write_states(draft: Draft) -> None:
     """Formats of the optimizer's states, where the launcher is known for other than FP32."""
-    if habits(draft).states_in_bf16 and "--use-distributed-optimizer" in draft.argv:
-        draft.add(
-            "--use-precision-aware-optimizer", "--main-grads-dtype", "bf16",
-            "--exp-avg-dtype", "bf16", "--exp-avg-sq-dtype", "bf16",
-        )  # fmt: skip
+    if "--use-distributed-optimizer" not in draft.argv:
+        return
+    if draft.flag("optimizer_states") == "bf16":  # beside FP32 masters
+        draft.add(*_STATES)
+    elif habits(draft).states_in_bf16:
+        draft.add(*_STATES)
         if "--megatron-fsdp-main-params-dtype" not in draft.argv:
             draft.note(
                 "Adam of BF16 weights without masters: projected with masters of 16 more bits"
@@ -146,6 +153,15 @@ def expert_tensor_parallel(draft: Draft) -> int:
     return parallelism.get("etp") or 1
 
 
+def is_sync_free(draft: Draft) -> bool:
+    """Whether Primus' sync-free mixture of experts was on.
+
+    Its stage 1 fuses router and permutation and pads the tokens of an expert where they are
+    quantized (AMD-AGI/Primus patches/args/rocm_arg_validation.py).
+    """
+    return int(draft.flag("sync_free_moe_stage") or 0) > 0
+
+
 def permutation_is_fused(draft: Draft) -> bool:
     """Whether tokens are permuted by one kernel.
 
@@ -155,6 +171,9 @@ def permutation_is_fused(draft: Draft) -> bool:
     """
     if _NEMO_1 in draft.framework:
         return False
+    told = draft.is_on("moe_permute_fusion")
+    if is_sync_free(draft) or told is not None:
+        return is_sync_free(draft) or bool(told)
     if "Primus-Turbo" not in draft.framework:
         return True
     step = str(draft.flag("cumulative_optimisations") or "")

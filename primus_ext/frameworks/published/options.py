@@ -7,6 +7,7 @@ from primus_ext.frameworks.published.draft import Draft
 
 TE_LOSS = "primus_ext.frameworks.megatron.te_loss"
 DEEPSPEED = "primus_ext.frameworks.megatron.deepspeed"
+BEFORE_FLASH = "primus_ext.frameworks.megatron.before_flash"
 OLD_ENGINE = "primus_ext.frameworks.megatron.te_2024"
 # Flags that change time or memory and are not projected: on where their value is not in the set.
 _LEFT_OUT = (
@@ -27,6 +28,9 @@ def write(draft: Draft) -> None:
     )  # fmt: skip
     draft.add(*launchers.habits(draft).arguments)
     launchers.write_states(draft)
+    unfused = "--no-gradient-accumulation-fusion"
+    if draft.is_on("gradient_accumulation_fusion") is False and unfused not in draft.argv:
+        draft.add(unfused)
     if draft.flag("activation_offload_layers"):
         draft.add("--cpu-offloading-num-layers", draft.flag("activation_offload_layers"))
     _kernels(draft)
@@ -46,6 +50,11 @@ def write(draft: Draft) -> None:
 def _kernels(draft: Draft) -> None:
     if draft.flag("flash_attention") is False:  # before flash attention: nothing of the loss fused
         draft.add("--attention-backend", "unfused")
+        draft.emulations.append(BEFORE_FLASH)
+        if "--sequence-parallel" not in draft.argv:
+            # Megatron-LM to 2023 (arguments.py), DeepSpeed 0.6 (is_pipe_partitioned): stages send
+            # a piece from each tensor-parallel rank
+            draft.conditions["scatter_gather_tensors_in_pipeline"] = "1"
     elif _te_loss(draft):
         draft.add("--cross-entropy-loss-fusion", "--cross-entropy-fusion-impl", "te")
         draft.emulations.append(TE_LOSS)

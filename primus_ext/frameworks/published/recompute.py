@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from primus_ext.frameworks import published_fsdp
 from primus_ext.frameworks.published import torchtitan
 from primus_ext.frameworks.published.draft import Draft, NotProjectable
 
@@ -16,10 +15,7 @@ def write(draft: Draft) -> None:
     recompute = draft.run["recompute"]
     granularity = recompute.get("granularity")
     if granularity is None:
-        known = published_fsdp.public_recompute(draft.run, draft.notes)
-        draft.add(*known)
-        if not known:
-            draft.note("recompute not stated: none assumed")
+        draft.note("recompute not stated: none assumed")
     elif granularity == "full":
         _full(draft)
     elif granularity == "selective":
