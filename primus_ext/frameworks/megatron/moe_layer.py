@@ -45,7 +45,7 @@ def run(case: dict[str, Any], request: dict[str, Any]) -> dict[str, Any]:
     from megatron.core.config import set_experimental_flag
     from megatron.core.transformer.transformer_config import TransformerConfig
 
-    moe_2025.install()  # the release whose figures are published
+    moe_2025.install(request)  # the release whose figures are published
     virtual_world.join(0, int(request["world_size"]), int(request["gpus_per_node"]))
     config = TransformerConfig(
         params_dtype=getattr(torch, case["dtype"]), bf16=case["dtype"] == "bfloat16",
