@@ -151,7 +151,6 @@ def install(request: dict[str, Any]) -> None:
         registry.apply_all(triton_kernels.GROUP)
     registry.apply_all(program_arguments.GROUP)
     tripwire.arm()
-    sessions.installed_for = request
     for framework in request["frameworks"]:
         importlib.import_module(framework).install(request)
 

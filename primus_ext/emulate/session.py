@@ -24,8 +24,6 @@ EXIT_CONFIG = 2
 EXIT_INTERNAL = 4
 
 _current: Session | None = None
-installed_for: dict[str, Any] = {}
-"""The request that this process's world was installed for: of several, the first (``batch``)."""
 
 
 class Memory(Protocol):
