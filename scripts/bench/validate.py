@@ -41,7 +41,8 @@ def main() -> int:
     chosen = runs.load(asked.runs)
     start = time.process_time()
     gathered = validate.gather(runs.load(asked.runs), lambda run: bool(peaks.published(run)))
-    report("reading the file, finding its programs", time.process_time() - start, unit_s())
+    fixed = time.process_time() - start
+    report("reading the file, finding its programs", fixed, unit_s())
     names = ordered(gathered, {run["id"]: run for run in chosen})
     taken = names[asked.first :: asked.every]
     ids = [one.name for name in taken for one in gathered.served[name]]
@@ -54,7 +55,7 @@ def main() -> int:
         command = [sys.executable, "-c", _COMMAND, "validate", str(asked.runs)]
         command += [word for name in ids for word in ("--run", name)]
         for temperature in ("cold", "warm"):
-            code = measured(temperature, command, environment, scale)
+            code = measured(temperature, command, environment, scale, fixed)
             if code:
                 return code
         os.environ.update(environment)  # all of which the names of cached traces depend on
@@ -74,15 +75,23 @@ def ordered(gathered: validate.Gathered, by_id: Mapping[str, runs.Run]) -> list[
 
 
 def measured(
-    name: str, command: Sequence[str], environment: Mapping[str, str], scale: float
+    name: str, command: Sequence[str], environment: Mapping[str, str], scale: float, fixed: float
 ) -> int:
-    """Run a command, print what it took of all processes, and return its exit code."""
+    """Run a command, print what it took of all processes, and return its exit code.
+
+    Args:
+        name: What is printed.
+        command: Of the sample.
+        environment: Its.
+        scale: Programs of the whole file over those of the sample.
+        fixed: Of its CPU seconds, those that the whole file takes no more of.
+    """
     before, unit = resource.getrusage(resource.RUSAGE_CHILDREN), unit_s()
     start = time.monotonic()
     code = subprocess.run(command, env=environment, stdout=subprocess.DEVNULL, check=False)
     wall, used = time.monotonic() - start, resource.getrusage(resource.RUSAGE_CHILDREN)
     cpu = used.ru_utime + used.ru_stime - before.ru_utime - before.ru_stime
-    report(f"{name} ({wall:.0f} s by the clock)", cpu, (unit + unit_s()) / 2, scale)
+    report(f"{name} ({wall:.0f} s by the clock)", cpu, (unit + unit_s()) / 2, scale, fixed)
     return code.returncode
 
 
@@ -113,11 +122,12 @@ def timed(work: Callable[[], None]) -> float:
     return time.process_time() - start
 
 
-def report(name: str, cpu: float, unit: float, scale: float = 1.0) -> None:
+def report(name: str, cpu: float, unit: float, scale: float = 1.0, fixed: float = 0.0) -> None:
     """Print one line."""
     line = f"{name}: {cpu:.1f} s CPU = {cpu / unit:,.0f} units"
     if scale != 1.0:
-        line += f"; whole file {cpu * scale:,.0f} s = {cpu * scale / unit:,.0f} units"
+        whole = fixed + (cpu - fixed) * scale
+        line += f"; whole file {whole:,.0f} s = {whole / unit:,.0f} units"
     print(line, flush=True)
 
 
