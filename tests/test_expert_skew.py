@@ -114,16 +114,23 @@ def test_a_model_without_experts_has_no_skew() -> None:
 
 
 def test_numbers_on_the_command_line_are_checked() -> None:
-    assert Uneven.of("1.5", "0.01", None) == Uneven(1.5, 0.01)
-    assert Uneven.of(None, None, "counts.json") == Uneven(None, None)
+    assert Uneven.of("1.5", "0.01", None, "simulate") == Uneven(1.5, 0.01)
+    assert Uneven.of(None, None, "counts.json", "simulate") == Uneven(None, None)
     for text in ("0.6", "nan", "many"):
         with pytest.raises(UsageError, match=f"rank_cv={text} is not legal: it must be a number f"):
-            Uneven.of(None, text, None)
+            Uneven.of(None, text, None, "simulate")
     for text in ("0.9", "inf", "much"):
         with pytest.raises(UsageError, match=f"expert_skew={text} is not legal: it must be a numb"):
-            Uneven.of(text, None, None)
+            Uneven.of(text, None, None, "simulate")
     with pytest.raises(UsageError, match="expert_skew=2 is not legal with .projection.routing"):
-        Uneven.of("2", None, "counts.json")
+        Uneven.of("2", None, "counts.json", "simulate")
+
+
+@pytest.mark.parametrize("given", [("2", None, None), (None, None, "counts.json")])
+def test_a_measured_router_can_t_be_told_what_to_choose(given: tuple[str | None, ...]) -> None:
+    with pytest.raises(UsageError, match="is not legal with mode both: a router that is measured"):
+        Uneven.of(*given, "both")
+    assert Uneven.of(None, "0.1", None, "measure") == Uneven(None, 0.1)
 
 
 def test_the_slowest_of_many_is_an_order_statistic() -> None:

@@ -20,7 +20,7 @@ from tests.synthetic import Job, plan, traces
 
 KEYS = ["schema_version", "plan", "program", "cluster", "mode", "model", "memory", "throughput",
         "breakdown", "not_modelled", "warnings", "provenance", "collectives",
-        "schedules", "expert_imbalance", "stragglers"]  # fmt: skip
+        "simulated", "schedules", "expert_imbalance", "stragglers"]  # fmt: skip
 
 
 def projection(**changes: int) -> Projection:

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Sequence
 
 from primus_ext.plan import Plan
-from primus_ext.project import estimated, stage
+from primus_ext.project import estimated, imbalance, stage
 from primus_ext.project.kept import Kept
 from primus_ext.project.parts import of_rank
 from primus_ext.project.programs import ScheduleError, Shape
@@ -68,7 +68,7 @@ def job_of(plan: Plan, stages: Sequence[RankTrace], kept: Kept, shape: Shape) ->
     filled = [kept.buckets(trace, sharded) for trace in stages]
     by_rank = [
         kept.of(trace, ("parts", sharded), lambda t=trace, b=buckets: of_rank(
-            kept.cost, stage.gated(t), b, kept.times(t, shape.microbatches)
+            kept.cost, imbalance.gated(t), b, kept.times(t, shape.microbatches)
         ))
         for trace, buckets in zip(stages, filled, strict=True)
     ]  # fmt: skip

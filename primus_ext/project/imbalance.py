@@ -8,6 +8,7 @@ sees, and what would gate a step if ranks did not wait in every layer.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Sequence
 from statistics import NormalDist
@@ -52,6 +53,22 @@ def even_share(load: ExpertLoad | None) -> float:
     total = sum(sum(ranks) for ranks in load.layers.values())
     own = sum(ranks[load.rank] for ranks in load.layers.values())
     return total / len(next(iter(load.layers.values()))) / own if own else 1.0
+
+
+def gated(trace: RankTrace) -> RankTrace:
+    """A trace for its times alone: every layer as its busiest expert-parallel rank runs it.
+
+    The trace itself where the rank that was run is that one.  What runs at the end of a step is not
+    in it: its calls refer to the rank's own ops.
+    """
+    load = trace.experts
+    if load is None or not load.segments:
+        return trace
+    chunks = tuple(
+        dataclasses.replace(chunk, segments=segments)
+        for chunk, segments in zip(trace.chunks, load.segments, strict=True)
+    )
+    return dataclasses.replace(trace, ops=load.ops, chunks=chunks, step=(), experts=None)
 
 
 def slowest_of(ranks: int, cv: float, quantile: float) -> float:

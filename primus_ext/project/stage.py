@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from primus_ext.cost.model import CostModel
 from primus_ext.cost.priced import CostError
 from primus_ext.measurement import RankMeasurement
-from primus_ext.project import lanes, observed, sharded
+from primus_ext.project import imbalance, lanes, observed, sharded
 from primus_ext.project.ledger import Kind, Ledger, TermName
 from primus_ext.trace import (
     LAYERS,
@@ -376,22 +376,6 @@ def _measured(stream: _Stream, trace: RankTrace, seen: observed.Observed) -> Sta
     return StageTimes(tuple(chunks), stream.run(trace.step, None, seen.step))
 
 
-def gated(trace: RankTrace) -> RankTrace:
-    """A trace for its times alone: every layer as its busiest expert-parallel rank runs it.
-
-    The trace itself where the rank that was run is that one.  What runs at the end of a step is not
-    in it: its calls refer to the rank's own ops.
-    """
-    load = trace.experts
-    if load is None or not load.segments:
-        return trace
-    chunks = tuple(
-        dataclasses.replace(chunk, segments=segments)
-        for chunk, segments in zip(trace.chunks, load.segments, strict=True)
-    )
-    return dataclasses.replace(trace, ops=load.ops, chunks=chunks, step=(), experts=None)
-
-
 def price(
     cost: CostModel, trace: RankTrace, microbatches: int = 1,
     seen: observed.Observed | None = None,
@@ -411,9 +395,10 @@ def price(
         ClusterError: The accelerator lacks a precision that the trace uses.
         MeasurementError: The measurement can't be used for this job.
     """
-    own, busiest = _Stream(cost, trace), gated(trace)
+    own = _Stream(cost, trace)
     if seen is not None:
         return _measured(own, trace, seen)
+    busiest = imbalance.gated(trace)
     if trace.chunks[0].microbatches:
         return _whole_step(own, trace, microbatches)
     stream = own if busiest is trace else _Stream(cost, busiest)

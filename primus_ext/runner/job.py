@@ -116,7 +116,7 @@ def _project(request: Request) -> Outcome:
             f"+projection.cache={request.cache} is unknown; legal: {', '.join(CACHE)}"
         )
     _check_schedule(request.schedule)
-    uneven = Uneven.of(request.expert_skew, request.rank_cv, request.routing)
+    uneven = Uneven.of(request.expert_skew, request.rank_cv, request.routing, mode)
     cluster = _cluster(request)
     collectives = _collectives(request, cluster)
     basis = _basis(request, mode, cluster)

@@ -25,13 +25,14 @@ class Uneven:
     """Standard deviation of one rank's step time over its mean; None: not said."""
 
     @staticmethod
-    def of(skew: str | None, rank_cv: str | None, routing: str | None) -> Uneven:
+    def of(skew: str | None, rank_cv: str | None, routing: str | None, mode: str) -> Uneven:
         """Read what was typed.
 
         Args:
             skew: Of ``expert_skew``; what a model's router can't have is refused when it is known.
             rank_cv: Of that key.
             routing: Of that key.
+            mode: The one that runs.
 
         Raises:
             UsageError: One of them is not legal.
@@ -41,6 +42,13 @@ class Uneven:
                 f"+projection.expert_skew={skew} is not legal with +projection.routing: recorded "
                 "counts say how uneven the load is, so drop one of them"
             )
+        given = {"expert_skew": skew, "routing": routing}
+        for key, value in given.items():
+            if value is not None and mode != "simulate":
+                raise UsageError(
+                    f"+projection.{key}={value} is not legal with mode {mode}: a router that is "
+                    "measured chooses the experts itself; legal: +projection=simulate"
+                )
         return Uneven(
             _number("expert_skew", skew, 1.0, math.inf), _number("rank_cv", rank_cv, 0.0, MOST_CV)
         )
