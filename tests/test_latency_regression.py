@@ -159,6 +159,7 @@ def test_a_plan_settles_every_op_in_less_time_than_measuring_all(
         assert len({kinds.kind_of(op) for op in chosen}) == len(chosen)
         assert not known.keys() & set(chosen)
         known |= {op: seconds(op) for op in chosen}
+    assert planner.between(known) == planner.wanted - known.keys()
     everything = sum(map(seconds, planner.wanted))
     assert sum(known.values()) < most * everything
     regression = Regression(known.items())

@@ -119,16 +119,21 @@ def missing(
 
 
 def _by_family(planner: Planner, seconds: Mapping[Op, float]) -> list[dict[str, Any]]:
-    wanted, have = Counter[str](), Counter[str]()
+    """Signatures by family; what would be measured is what makes a configuration uncertain."""
+    between, doubts = planner.between(seconds), {doubt.op for doubt in planner.doubts(seconds)}
+    counts: dict[str, Counter[str]] = defaultdict(Counter)
     for op in planner.wanted:
-        wanted[op.family] += 1
-        have[op.family] += op in seconds
-    doubts = Counter(str(doubt.op.family) for doubt in planner.doubts(seconds))
+        found = counts[op.family]
+        found["signatures"] += 1
+        found["measured"] += op in seconds
+        found["interpolated"] += op in between - doubts
+        found["to measure"] += op in doubts
+        found["negligible"] += op not in seconds and op not in between | doubts
+    names = ("signatures", "measured", "interpolated", "negligible", "to measure")
     return [
-        {"family": str(family), "signatures": count, "measured": have[family],
-         "interpolated": count - have[family] - doubts[family], "missing": doubts[family]}
-        for family, count in sorted(wanted.items())
-    ]  # fmt: skip
+        {"family": str(family), **{name: found[name] for name in names}}
+        for family, found in sorted(counts.items())
+    ]
 
 
 def measure(

@@ -120,6 +120,16 @@ class Planner:
                 found[op] = estimate.seconds, min(half, 0.99 * _UNKNOWN)
         return found
 
+    def between(self, known: Mapping[Op, float]) -> set[Op]:
+        """Wanted ops that were not measured, but lie near enough to others that were.
+
+        Args:
+            known: Measured seconds.
+        """
+        regression = Regression(known.items(), self._model)
+        found = {op: regression.estimate(op) for op in self.wanted - known.keys()}
+        return {op for op, estimate in found.items() if estimate is not None and estimate.sound}
+
     def next(self, known: Mapping[Op, float], refused: Sequence[Op] = ()) -> list[Op]:
         """What to measure now, one op of each kind in doubt; empty when enough is known.
 
