@@ -300,16 +300,6 @@ def test_published_sharding_that_megatron_refuses_is_named() -> None:
     assert "no pipeline parallelism" in notes[0]
 
 
-def test_public_recompute_is_taken_for_a_model_of_that_depth_only() -> None:
-    basis = "repo 70B configs: full recompute of 72 of 80 layers; 8B configs: none"
-    notes: list[str] = []
-    deep = {**TITAN, "recompute": {"basis": basis}, "model": {"num_layers": 80}}
-    assert published_fsdp.public_recompute(deep, notes)[-1] == "72"
-    assert "recompute not stated" in notes[0]
-    shallow = {**TITAN, "recompute": {"basis": basis}}
-    assert published_fsdp.public_recompute(shallow, notes) == []
-
-
 # ---------------------------------------------------------------- streams made by hand
 GATHER, WORK = 0, 1
 

@@ -63,13 +63,16 @@ def test_a_product_with_beta_0_does_not_read_what_it_replaces() -> None:
     assert op(func, c, a, b, beta=0).flops == 2 * 4 * 8 * 16 * 32
 
 
+class Kernel:
+    """An operator as torch dispatches it."""
+
+    namespace = "te_softmax"
+    _schema = types.SimpleNamespace(name="te_softmax::scaled_upper_triang_masked_softmax_fwd")
+
+
 def test_the_causal_softmax_reads_half() -> None:
     scores = torch.ones(2, 8, 8)
-    name = types.SimpleNamespace(
-        namespace="te_softmax",
-        _schema=types.SimpleNamespace(name="te_softmax::scaled_upper_triang_masked_softmax_fwd"),
-    )
-    found = classify.classify(name, (scores, 1.0), {}, [scores], None)  # type: ignore[arg-type]
+    found = classify.classify(Kernel(), (scores, 1.0), {}, [scores], None)  # type: ignore[arg-type]
     assert found is not None and found.bytes == 4 * scores.numel() * 3 // 2
 
 
