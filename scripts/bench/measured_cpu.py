@@ -42,7 +42,7 @@ JOBS = ROOT / "validation" / "measured_cpu.yaml"
 TABLE = ROOT / "validation" / "measured_cpu.md"
 WORKER = Path(__file__).with_name("measured_cpu_worker.py")
 TRAINER = ROOT / "scripts" / "train.py"
-WARM_UP, STEPS = 4, 15
+WARM_UP, STEPS = 4, 9
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -52,6 +52,8 @@ class Job:
     id: str
     world: int
     overrides: tuple[str, ...]
+    small: bool = False
+    """Whether it is projected from a world of one too."""
 
 
 def jobs(only: Sequence[str] | None) -> list[Job]:
@@ -59,7 +61,8 @@ def jobs(only: Sequence[str] | None) -> list[Job]:
     content = yaml.safe_load(JOBS.read_text())
     sizes: dict[str, str] = content["sizes"]
     found = [
-        Job(row["id"], row["world"], (*sizes[row["size"]].split(), *row["args"].split()))
+        Job(row["id"], row["world"], (*sizes[row["size"]].split(), *row["args"].split()),
+            row.get("small", False))
         for row in content["jobs"]
     ]
     return [job for job in found if not only or job.id in only]
@@ -194,7 +197,7 @@ def run(job: Job, folder: Path) -> dict[str, Any]:
     metered = ask({**asked, **real_tensors}, folder, "peak")["traces"]
     plan = trace_io.plan_from_plain(answer["plan"])
     small: dict[str, Any] = {}
-    if plan.parallelism.cp == 1 and job.world == 2:
+    if job.small:
         shrunk = {**asked, "shrunk": shrink.changes(plan, 1)}
         small = {"traces": ask(shrunk, folder, "small trace")["traces"]}
     sides = [Virtual("virtual", asked, ranks, folder)]
