@@ -284,9 +284,10 @@ def table(rows: list[dict[str, Any]], machine: str) -> str:
               "was measured on the rank itself; the rest is collectives, priced from a sweep on "
               "the same machine, and the bubble.  From a world of one: the step projected from "
               "one process that runs a smaller job, over that from the exact shard.  Peak bytes: "
-              "of live tensors, projected against the rank run with real tensors.",
-              "", f"Four processes share {os.cpu_count()} cores: each is measured while the other "
-              "three run."]  # fmt: skip
+              "of live tensors, projected against the rank run with real tensors."]  # fmt: skip
+    if any(one["world"] > (os.cpu_count() or 1) for one in rows):
+        lines += ["", f"Four processes share {os.cpu_count()} cores: each is measured while the "
+                  "other three run."]  # fmt: skip
     return "\n".join(lines) + "\n"
 
 
