@@ -6,16 +6,14 @@ fits and prices.  The file is JSON and written whole or not at all.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import json
 import math
-import os
 import statistics
-import tempfile
 from pathlib import Path
 from typing import Any
 
+from primus_ext import whole_file
 from primus_ext.trace import CollectiveKind, to_plain
 from primus_ext.trace_io import FormatError, from_plain
 
@@ -25,6 +23,10 @@ HOST, NETWORK = "host", "network"
 EXCHANGE, UNEVEN = "exchange", "uneven"
 """Variants: send_recv in which everyone sends round a ring at once; all_to_all with unlike parts
 (the largest is three times the smallest)."""
+
+
+ADDS = (CollectiveKind.ALL_REDUCE, CollectiveKind.REDUCE_SCATTER)
+"""Kinds whose time depends on the numbers that are added, and not on their bytes alone."""
 
 
 class SamplesError(ValueError):
@@ -44,8 +46,8 @@ def _quietest(rounds: Rounds) -> float:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Sample:
-    """One kind, size and group, measured several times."""
+class Case:
+    """One kind, size and group: all groups of so many members at once."""
 
     kind: CollectiveKind
     variant: str = ""
@@ -57,6 +59,18 @@ class Sample:
     """Of the group; the other processes were at it too, in groups as large."""
     bytes: int
     """As :attr:`primus_ext.trace.Collective.bytes` counts; 0 of a barrier."""
+
+    def __str__(self) -> str:
+        """In words."""
+        name = " ".join(part for part in (self.variant, str(self.kind)) if part)
+        size = f" of {self.bytes:,} bytes" if self.bytes else ""
+        return f"{name}{size} ({self.dtype})"
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Sample(Case):
+    """A case, measured several times."""
+
     seconds: Rounds
     """All repetitions, by round.  Of each the slowest member's; a plain send_recv is half of a
     message there and back."""
@@ -138,18 +152,7 @@ def save(sweep: Sweep, path: Path) -> None:
     Raises:
         OSError: It can't be written.
     """
-    text = json.dumps(to_plain(sweep), indent=1)
-    handle, name = tempfile.mkstemp(prefix=f".{path.name}-", dir=path.parent)
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(name, path)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            os.unlink(name)
-        raise
+    whole_file.write(path, json.dumps(to_plain(sweep), indent=1))
 
 
 def load(path: Path) -> Sweep:

@@ -99,6 +99,8 @@ class RankMeasurement:
     """Processes that were measured at the same time on this machine, this one counted in."""
     microbatches: int
     """Of a step."""
+    steps: int
+    """That count, of each process; copies of a rank that were measured with it have as many."""
     chunks: tuple[ChunkSamples, ...]
     step: dict[str, Samples]
     """What happens once a step: zero, finalize, optimizer, and ``between`` for the rest of the

@@ -6,6 +6,8 @@ import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+NAME = "cpu"
+"""Accelerator, and device of a request, that is this machine's own processors."""
 GROUP = Path("/sys/fs/cgroup")
 """Where Linux shows the limits of a container's control group (version 2)."""
 

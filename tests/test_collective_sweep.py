@@ -16,12 +16,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from primus_ext.collective_samples import Sample, SamplesError, Sweep, load, save
+from primus_ext.collective_samples import Case, Sample, SamplesError, Sweep, load, save
 from primus_ext.cost.group_sizes import Host
 from primus_ext.cost.measured_collectives import MeasuredCollectives
 from primus_ext.cost.placement import Placement
 from primus_ext.observe import collective_sweep, collective_timing
-from primus_ext.observe.collective_calls import Case, Prepared, fitting
+from primus_ext.observe.collective_calls import Prepared, fitting
 from primus_ext.observe.collective_ranks import SweepError
 from primus_ext.observe.collective_sweep import KINDS, Wanted, cases, sweep, usual_members
 from primus_ext.observe.collective_worker import groups_of

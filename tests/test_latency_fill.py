@@ -12,7 +12,7 @@ from primus_ext.cost.latency_db.prices import Prices
 from primus_ext.runner import configurations, database_fill
 from primus_ext.runner.configurations import Needs
 from primus_ext.runner.database_fill import Filled
-from primus_ext.runner.measuring import Microbench
+from primus_ext.runner.microbench import Microbench
 from primus_ext.runner.outcome import UsageError
 from primus_ext.trace import Family, Op, TensorSpec
 from tests.latency_rows import product

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from primus_ext.collective_samples import HOST, Sample, Sweep, save
+from primus_ext.frameworks.megatron import measuring
 from primus_ext.runner.shrink import ShrinkError, changes
 from primus_ext.trace import CollectiveKind
 from tests import synthetic
@@ -180,6 +181,17 @@ def test_a_rank_that_does_not_fit_here_is_simulated(tmp_path: Path):
     assert found["warnings"][0].startswith("nothing was measured: pp stage 0 (embedding, 32 layers")
     assert f"{found['memory']['capacity_bytes']:,}; the times are simulated" in found["warnings"][0]
     assert not (tmp_path / "out" / "measure.log").exists()
+
+
+@pytest.mark.parametrize(
+    ("kinds", "per_node", "sizes"), [(1, 2, [2]), (2, 2, [2]), (3, 2, [2, 2]), (2, 1, [1, 1])]
+)
+def test_every_process_is_measured_beside_as_many(kinds: int, per_node: int, sizes: list[int]):
+    """Also the last of an odd number of kinds: a copy of the first loads the other core."""
+    members = [((kind,), kind) for kind in range(kinds)]
+    groups = measuring._together(members, {"gpus_per_node": per_node})
+    assert [len(group) for group in groups] == sizes
+    assert {member for group in groups for member in group} == set(members)
 
 
 def test_a_smaller_world_keeps_a_ranks_experts_and_layers():

@@ -16,8 +16,8 @@ from primus_ext.cost.latency_db import signature
 from primus_ext.observe.microbench import build, serve, tensors, timing
 from primus_ext.observe.microbench.tensors import CannotRun
 from primus_ext.observe.recorder import Recorder
-from primus_ext.runner import measuring
-from primus_ext.runner.measuring import Microbench
+from primus_ext.runner import microbench
+from primus_ext.runner.microbench import Microbench
 from primus_ext.trace import Family, Op, TensorSpec
 from tests.latency_rows import product
 
@@ -191,7 +191,7 @@ def test_a_process_that_dies_costs_one_op(tmp_path: Path, monkeypatch) -> None:
         "    print(json.dumps({'status': 'refused', 'message': 'm'}), flush=True)\n"
     )
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    monkeypatch.setattr(measuring, "MODULE", "dies_once")
+    monkeypatch.setattr(microbench, "MODULE", "dies_once")
     with Microbench("cpu") as bench:
         assert bench.answer(product(8)) == {"status": "refused", "message": "m"}
         died = bench.answer(HUGE)

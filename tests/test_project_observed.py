@@ -55,7 +55,7 @@ def measurement(trace: RankTrace, cluster: Cluster, times: float) -> RankMeasure
         chunks.append(ChunkSamples(vpp_stage=chunk.vpp_stage, parts=parts))
     zero = Samples((0.0,) * 5)
     return RankMeasurement(
-        rank=trace.rank, pp_ranks=trace.pp_ranks, device="H100", beside=1, microbatches=4,
+        rank=trace.rank, pp_ranks=trace.pp_ranks, device="H100", beside=1, microbatches=4, steps=5,
         chunks=tuple(chunks), step={"optimizer": samples(own(trace.step)), "between": zero},
         answers=zero, whole=samples(1.0), warm_up=3,
     )  # fmt: skip
@@ -147,7 +147,7 @@ def test_samples_of_copies_count_together():
         part = PartSamples(kind=ScopeKind.OTHER, name="", forward=Samples(seconds),
                            backward=Samples(seconds))  # fmt: skip
         return RankMeasurement(
-            rank=0, pp_ranks=(0,), device="cpu", beside=2, microbatches=1, warm_up=1,
+            rank=0, pp_ranks=(0,), device="cpu", beside=2, microbatches=1, steps=3, warm_up=1,
             chunks=(ChunkSamples(vpp_stage=0, parts=(part,)),),
             step={"zero": Samples(seconds)}, answers=Samples((0.5,) * len(seconds)),
             whole=Samples(tuple(3 * s for s in seconds)),

@@ -12,6 +12,7 @@ from typing import Any
 
 from primus_ext.cluster import Cluster
 from primus_ext.collective_samples import (
+    ADDS,
     EXCHANGE,
     HOST,
     NETWORK,
@@ -26,8 +27,6 @@ from primus_ext.cost.placement import Placement, placement, require_ranks
 from primus_ext.cost.priced import FREE, MEASURED, CostError, Priced
 from primus_ext.trace import Collective, CollectiveKind
 
-_ADDS = (CollectiveKind.ALL_REDUCE, CollectiveKind.REDUCE_SCATTER)
-"""Kinds whose time depends on the numbers that are added, and not on their bytes alone."""
 _WIDTH = {"fp64": 8, "int64": 8, "fp32": 4, "int32": 4, "bf16": 2, "fp16": 2, "int16": 2}
 NORMAL_90 = 1.645
 """Standard deviations that hold the central 90 % of a normal distribution, the level of a step's
@@ -61,7 +60,7 @@ class Answer:
 
 def key_of(sample: Sample) -> Key:
     """What a sample is a point of, beside its group."""
-    return sample.kind, sample.variant, sample.dtype if sample.kind in _ADDS else "", sample.tier
+    return sample.kind, sample.variant, sample.dtype if sample.kind in ADDS else "", sample.tier
 
 
 class MeasuredCollectives:
@@ -213,7 +212,7 @@ class MeasuredCollectives:
     def _dtype(self, collective: Collective, tier: str, crowd: int) -> str:
         """The measured number format: the same one, else one of its width, else the slowest."""
         kind, all_curves = collective.kind, self.curves[crowd]
-        if kind not in _ADDS:
+        if kind not in ADDS:
             return ""
         known = [key[2] for key in all_curves if key[0] == kind and key[3] == tier]
         if collective.dtype in known or not known:

@@ -22,18 +22,16 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
+from primus_ext import this_machine
 from primus_ext.emulate import device_profile, registry
 from primus_ext.emulate.device_profile import DeviceProfile, installed_device
 
 __all__ = ["DeviceProfile", "enable_cpu_training", "install", "installed_device", "is_host"]
 
-HOST = "cpu"
-"""Name of the device that this machine's own processors make."""
-
 
 def is_host(device: Mapping[str, Any]) -> bool:
     """Whether the device of a request is this machine's processors, with local layers."""
-    return device["name"] == HOST
+    return device["name"] == this_machine.NAME
 
 
 def install(device: DeviceProfile) -> None:
@@ -85,7 +83,7 @@ def enable_cpu_training() -> bool:
         return False
     present = installed_device()
     if present is not None:
-        return present.name == HOST
+        return present.name == this_machine.NAME
     for key, value in (
         ("CUDA_DEVICE_MAX_CONNECTIONS", "1"),  # Megatron demands it for tp, cp on capability < 10
         ("RANK", "0"),
@@ -113,7 +111,7 @@ def _cpu_profile() -> DeviceProfile:
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     processes = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"]))
     return DeviceProfile(
-        name=HOST,
+        name=this_machine.NAME,
         compute_capability=(9, 0),
         total_memory=memory // processes,
         multi_processor_count=os.cpu_count() or 1,

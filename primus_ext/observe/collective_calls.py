@@ -13,34 +13,14 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
-from primus_ext.collective_samples import EXCHANGE, HOST, UNEVEN
+from primus_ext.collective_samples import EXCHANGE, UNEVEN, Case
 from primus_ext.trace import CollectiveKind
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-ADDS = (CollectiveKind.ALL_REDUCE, CollectiveKind.REDUCE_SCATTER)
-"""Kinds that are measured in every number format; the others move bytes."""
 SPLIT = (CollectiveKind.ALL_GATHER, CollectiveKind.REDUCE_SCATTER, CollectiveKind.ALL_TO_ALL)
 """Kinds whose buffer has a part for every member."""
 LARGEST = 3
 """Largest part of an uneven all-to-all over the smallest."""
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Case:
-    """What is measured: all groups of so many members at once."""
-
-    kind: CollectiveKind
-    variant: str = ""
-    dtype: str
-    tier: str = HOST
-    members: int
-    bytes: int
-
-    def __str__(self) -> str:
-        """In words."""
-        name = " ".join(part for part in (self.variant, str(self.kind)) if part)
-        size = f" of {self.bytes:,} bytes" if self.bytes else ""
-        return f"{name}{size} ({self.dtype})"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -25,16 +25,18 @@ from pathlib import Path
 from typing import Any
 
 from primus_ext.collective_samples import (
+    ADDS,
     EXCHANGE,
     HOST,
     NETWORK,
     UNEVEN,
+    Case,
     Sample,
     Sweep,
     save,
 )
 from primus_ext.observe import collective_machine, collective_ranks
-from primus_ext.observe.collective_calls import ADDS, DTYPES, Case, fitting
+from primus_ext.observe.collective_calls import DTYPES, fitting
 from primus_ext.observe.collective_ranks import SweepError
 from primus_ext.observe.collective_worker import Orders
 from primus_ext.trace import CollectiveKind

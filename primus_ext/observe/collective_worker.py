@@ -16,9 +16,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from primus_ext.collective_samples import HOST
+from primus_ext.collective_samples import HOST, Case
 from primus_ext.observe import collective_timing
-from primus_ext.observe.collective_calls import Case, Prepared, prepare
+from primus_ext.observe.collective_calls import Prepared, prepare
 from primus_ext.trace import CollectiveKind, to_plain
 
 PIPE = "PRIMUS_EXT_SWEEP_PIPE"

@@ -1,20 +1,16 @@
 """Time the parts of a model, forward and backward, without touching the modules.
 
-The hooks are those of :mod:`primus_ext.observe.scopes`: forward hooks, and a hook on the gradient
-of a part's output, which fires when its backward is about to start.  Full backward hooks are not
-used: they wrap outputs in views and break some of Megatron's layers.
+The hooks are those of :mod:`primus_ext.observe.scopes`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import torch
 from torch import nn
-from torch.utils._pytree import tree_iter
 
-from primus_ext.observe.scopes import OUTPUT, Part
+from primus_ext.observe.scopes import OUTPUT, Part, named, watch_part
 from primus_ext.observe.stopwatch import Stopwatch
 from primus_ext.trace import ScopeKind
 
@@ -45,7 +41,7 @@ class PartTimer:
         self.order: list[tuple[ScopeKind, str]] = []
         """Kind and name of every part, final norm, output layer and loss being one."""
         for kind, name, module in parts:
-            self._hook(kind, OUTPUT if kind is ScopeKind.OUTPUT else name, module)
+            self._hook(kind, named(kind, name), module)
 
     def begin(self, direction: str) -> None:
         """A forward or backward of the chunk starts."""
@@ -59,22 +55,15 @@ class PartTimer:
             self.order.append((kind, name))
         watch = self._watch
 
-        def enter(*_: Any) -> None:  # inside a backward: the part is computed again
+        def switch(direction: str, kind: ScopeKind, name: str) -> None:
             if watch.running:
-                watch.switch(PartKey(self._chunk, self._direction, kind, name))
+                watch.switch(PartKey(self._chunk, direction, kind, name))
 
-        def backward_starts(_: torch.Tensor) -> None:
-            if watch.running:
-                watch.switch(PartKey(self._chunk, "backward", kind, name))
+        def enter() -> None:  # inside a backward: the part is computed again
+            switch(self._direction, kind, name)
 
-        def leave(_module: nn.Module, _args: Any, output: Any) -> None:
-            if not watch.running:
-                return
+        def leave() -> None:
             if self._direction == "forward" and kind is not ScopeKind.OUTPUT:
-                watch.switch(PartKey(self._chunk, "forward", ScopeKind.OTHER, ""))
-            for tensor in tree_iter(output):
-                if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
-                    tensor.register_hook(backward_starts)
+                switch("forward", ScopeKind.OTHER, "")
 
-        module.register_forward_pre_hook(enter)
-        module.register_forward_hook(leave)
+        watch_part(module, enter, leave, lambda: switch("backward", kind, name))

@@ -7,7 +7,7 @@ break some of Megatron's layers.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -21,6 +21,40 @@ OUTPUT = "output"
 """Name of the one segment that final norm, output layer and loss make together."""
 
 Part = tuple[ScopeKind, str, nn.Module]
+
+
+def named(kind: ScopeKind, name: str) -> str:
+    """What a part is called: final norm, output layer and loss are one."""
+    return OUTPUT if kind is ScopeKind.OUTPUT else name
+
+
+def watch_part(
+    module: nn.Module, enter: Callable[[], None], leave: Callable[[], None],
+    backward_starts: Callable[[], None], before_others: bool = False,
+) -> None:  # fmt: skip
+    """Call back where a part of a model begins and ends, and where its backward begins.
+
+    Args:
+        module: The part.
+        enter: Its forward begins, also where it is computed again inside a backward.
+        leave: Its forward has ended.
+        backward_starts: The gradient of its output is there.
+        before_others: Hooks that the part has already run inside.
+    """
+    def entered(*_: Any) -> None:
+        enter()
+
+    def gradient_came(_: torch.Tensor) -> None:
+        backward_starts()
+
+    def left(_module: nn.Module, _args: Any, output: Any) -> None:
+        leave()
+        for tensor in tree_iter(output):
+            if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
+                tensor.register_hook(gradient_came)
+
+    module.register_forward_pre_hook(entered, prepend=before_others)
+    module.register_forward_hook(left, prepend=before_others)
 
 
 class Scopes:
@@ -50,25 +84,21 @@ class Scopes:
                 inner.register_forward_hook(self._popper, always_call=True)
 
     def _hook_part(self, kind: ScopeKind, name: str, module: nn.Module) -> None:
-        scope = (kind, OUTPUT if kind is ScopeKind.OUTPUT else name)
+        scope = (kind, named(kind, name))
 
-        def enter(*_: Any) -> None:
+        def enter() -> None:
             self._recorder.scope = scope
             self._recorder.phase = "recompute" if self.in_backward else "forward"
 
-        def backward_starts(_: torch.Tensor) -> None:
+        def leave() -> None:
+            if not self.in_backward and kind is not ScopeKind.OUTPUT:
+                self._recorder.scope = (ScopeKind.OTHER, "")
+
+        def backward_starts() -> None:
             self._recorder.scope = scope
             self._recorder.phase = "backward"
 
-        def leave(_module: nn.Module, _args: Any, output: Any) -> None:
-            if not self.in_backward and kind is not ScopeKind.OUTPUT:
-                self._recorder.scope = (ScopeKind.OTHER, "")
-            for tensor in tree_iter(output):
-                if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
-                    tensor.register_hook(backward_starts)
-
-        module.register_forward_pre_hook(enter, prepend=self._before_others)
-        module.register_forward_hook(leave, prepend=self._before_others)
+        watch_part(module, enter, leave, backward_starts, self._before_others)
 
     def _pusher(self, full: str) -> Any:
         def push(*_: Any) -> None:

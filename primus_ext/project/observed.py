@@ -60,14 +60,13 @@ class Measured:
         """Evidence of what comes from it."""
         one = self.ranks[0]
         beside = f", {one.beside} processes at once" if one.beside > 1 else ""
-        steps = len(one.whole.seconds) // max(1, one.beside // len(self.ranks))
         carried = ", by the model to the target" if self.device else ""
         if self.small:
             ranks = sum(len(group) for name, group in self.small[0].groups.items()
                         if name == "default_pg") or 1  # fmt: skip
             carried += f", of a world of {ranks} in the place of the job's"
         return (
-            f"measured: median of {steps} steps on {one.device}{beside}, spread "
+            f"measured: median of {one.steps} steps on {one.device}{beside}, spread "
             f"{self.spread:.0%}{carried}"
         )
 

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import json
-import os
-import tempfile
 from pathlib import Path
 from typing import Any
 
+from primus_ext import whole_file
 from primus_ext.project.result import Projection
 from primus_ext.trace import to_plain
 
@@ -23,9 +22,6 @@ def plain(projection: Projection) -> dict[str, Any]:
 def write(projection: Projection, directory: Path) -> Path:
     """Write ``projection.json`` into an existing directory.
 
-    The file is written beside its place and moved there, so that a reader never sees a part of it
-    and a full disk leaves an older one as it was.
-
     Args:
         projection: The answer.
         directory: Where it goes.
@@ -36,17 +32,5 @@ def write(projection: Projection, directory: Path) -> Path:
     Raises:
         OSError: The directory is missing, not writable or full; no partial file is left.
     """
-    path = directory / PROJECTION_FILE
-    handle, name = tempfile.mkstemp(prefix=".projection-", dir=directory)
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            json.dump(plain(projection), file, indent=1, allow_nan=False)
-            file.write("\n")
-            file.flush()
-            os.fsync(file.fileno())
-        os.chmod(name, 0o644)  # mkstemp's 0600 would hide it from the rest of a team
-        os.replace(name, path)
-    except BaseException:
-        Path(name).unlink(missing_ok=True)
-        raise
-    return path
+    text = json.dumps(plain(projection), indent=1, allow_nan=False) + "\n"
+    return whole_file.write(directory / PROJECTION_FILE, text)

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from html import escape
 from pathlib import Path
 
+from primus_ext import whole_file
 from primus_ext.project.result import Projection, RoleMemory, Timeline
 from primus_ext.report.units import gib
 
@@ -37,9 +38,7 @@ def write(projection: Projection, directory: Path) -> Path | None:
     """
     if all(role.timeline is None for role in projection.memory.per_role):
         return None
-    path = directory / MEMORY_FILE
-    path.write_text(page(projection), encoding="utf-8")
-    return path
+    return whole_file.write(directory / MEMORY_FILE, page(projection))
 
 
 def page(projection: Projection) -> str:

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from primus_ext import whole_file
 from primus_ext.project.compiled import spans
 from primus_ext.project.programs import BACKWARD, FORWARD, INPUT, PAIR, WEIGHT, Shape, Transfers
 from primus_ext.project.rescheduled import StepTimeline
@@ -32,9 +33,8 @@ def write(timeline: StepTimeline, directory: Path) -> Path:
     Raises:
         OSError: The directory is missing, not writable or full.
     """
-    path = directory / TIMELINE_FILE
-    path.write_text(json.dumps(content(timeline), separators=(",", ":")), encoding="utf-8")
-    return path
+    text = json.dumps(content(timeline), separators=(",", ":"))
+    return whole_file.write(directory / TIMELINE_FILE, text)
 
 
 def content(timeline: StepTimeline) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from primus_ext.report import latency
 from primus_ext.report.progress import ProgressBar
 from primus_ext.runner import child, configurations, local_device
 from primus_ext.runner.configurations import Needs
-from primus_ext.runner.measuring import Microbench
+from primus_ext.runner.microbench import Microbench
 from primus_ext.runner.outcome import Exit, UsageError
 from primus_ext.trace import Op
 

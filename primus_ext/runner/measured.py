@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from primus_ext import trace_io
+from primus_ext import trace_io, whole_file
 from primus_ext.cluster import Cluster
 from primus_ext.measurement import NOISY, RankMeasurement, merged
 from primus_ext.project.observed import Measured
 from primus_ext.project.result import Memory
 from primus_ext.runner import child, emulation, local_device, shrink, tracing
 from primus_ext.runner.outcome import UsageError
+from primus_ext.this_machine import NAME as HOST
 from primus_ext.trace import to_plain
 
 if TYPE_CHECKING:
@@ -24,8 +24,6 @@ if TYPE_CHECKING:
 FILE = "measurement.json"
 LOG = "measure.log"
 VERSION = 1
-HOST = "cpu"
-"""Accelerator that is this machine's own processors."""
 
 
 def device_for(target: Cluster, environment: Mapping[str, str]) -> str:
@@ -185,20 +183,14 @@ def write(measured: Measured, directory: Path) -> Path:
     Raises:
         OSError: The directory can't be written to.
     """
-    path = directory / FILE
-    partial = path.with_name(f".{FILE}-{os.getpid()}")
     content = {
         "schema_version": VERSION,
         "accelerator": measured.accelerator,
         "ranks": to_plain(measured.ranks),
         "small": to_plain(measured.small),
     }
-    try:
-        partial.write_text(json.dumps(content, indent=1, allow_nan=False) + "\n")
-        partial.replace(path)
-    finally:
-        partial.unlink(missing_ok=True)
-    return path
+    text = json.dumps(content, indent=1, allow_nan=False) + "\n"
+    return whole_file.write(directory / FILE, text)
 
 
 def read(path: str, target: Cluster) -> Measured:
@@ -216,7 +208,8 @@ def read(path: str, target: Cluster) -> Measured:
     try:
         content = json.loads(file.read_text())
         if content["schema_version"] != VERSION:
-            raise ValueError(f"schema_version {content['schema_version']}, this version reads 1")
+            found = content["schema_version"]
+            raise ValueError(f"schema_version {found}, this version reads {VERSION}")
         ranks = tuple(_ranks(content["ranks"]))
         small = tuple(trace_io.traces_from_plain(content["small"]))
         accelerator = str(content["accelerator"])

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 import sys
-import tempfile
 from enum import IntEnum
 from pathlib import Path
+
+from primus_ext import whole_file
 
 VERDICT_FILE = "verdict.json"
 
@@ -57,16 +57,8 @@ def write_verdict(outcome: Outcome, directory: Path) -> None:
     Raises:
         OSError: the directory is missing, not writable or full; no partial file is left.
     """
-    handle, name = tempfile.mkstemp(prefix=".verdict-", dir=directory)
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            json.dump(dataclasses.asdict(outcome), file, indent=2)
-            file.write("\n")
-        os.chmod(name, 0o644)  # mkstemp's 0600 would hide it from the rest of a team
-        os.replace(name, directory / VERDICT_FILE)
-    except BaseException:
-        Path(name).unlink(missing_ok=True)
-        raise
+    text = json.dumps(dataclasses.asdict(outcome), indent=2) + "\n"
+    whole_file.write(directory / VERDICT_FILE, text)
 
 
 def write_asked(option: str, path: Path, text: str) -> None:
@@ -75,10 +67,8 @@ def write_asked(option: str, path: Path, text: str) -> None:
     Raises:
         UsageError: It can't be written.
     """
-    partial = path.with_name(path.name + ".part")
     try:
-        partial.write_text(text, encoding="utf-8")
-        partial.replace(path)
+        whole_file.write(path, text)
     except OSError as error:
         raise UsageError(f"{option}={path} can't be written: {error.strerror}") from error
 

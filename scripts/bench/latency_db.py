@@ -25,7 +25,7 @@ from primus_ext.cost.latency_db.prices import Prices
 from primus_ext.cost.latency_db.regression import Regression
 from primus_ext.runner import configurations, database_fill
 from primus_ext.runner.configurations import Needs
-from primus_ext.runner.measuring import Microbench
+from primus_ext.runner.microbench import Microbench
 from primus_ext.trace import Op
 
 REPETITIONS, WARMUP = 7, 2

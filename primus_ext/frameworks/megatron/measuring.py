@@ -60,13 +60,13 @@ def ranks(
 
     Where a GPU runs out of memory nothing is returned, and the session warns with its sentence.
 
-    Raises:
-        ProgramError: A GPU was asked for several.
-
     Args:
         original: Megatron's ``pretrain``.
         call: The user's arguments to it.
         members: Pipeline ranks of each kind, and the global rank to be, if not the first.
+
+    Raises:
+        ProgramError: A GPU was asked for several.
     """
     active, asked = session.current(), pace.Asked.of(session.current().request)
     if not virtual_cuda.is_host(active.request["device"]):
@@ -122,7 +122,7 @@ def _together(
 ) -> list[list[tuple[tuple[int, ...], int | None]]]:
     """Which members are measured at the same time."""
     local = min(int(request["gpus_per_node"]), MOST_BESIDE * (os.cpu_count() or 1))
-    size = max(len(members), local)
+    size = -(-len(members) // local) * local  # the last ones are no less disturbed
     copies = [members[place % len(members)] for place in range(size)]
     return [copies[start : start + local] for start in range(0, size, local)]
 
@@ -237,7 +237,7 @@ def _watch_microbatches(schedules: Any, watch: Stopwatch, timers: list[PartTimer
     """Every forward and backward of a chunk that the schedule runs."""
     forward, backward = schedules.forward_step, schedules.backward_step
     signature = inspect.signature(forward)
-    chunk_of: dict[int, int] = {}
+    chunk_of: dict[int, int] = {}  # by output, which the schedule holds until its backward
 
     @functools.wraps(forward)
     def forward_step(*args: Any, **kwargs: Any) -> Any:
@@ -248,12 +248,13 @@ def _watch_microbatches(schedules: Any, watch: Stopwatch, timers: list[PartTimer
             out = forward(*args, **kwargs)
         finally:
             watch.switch(before)
-        chunk_of[id(out[0])] = chunk
+        if len(timers) > 1:
+            chunk_of[id(out[0])] = chunk
         return out
 
     @functools.wraps(backward)
     def backward_step(received: Any, output: Any, *rest: Any) -> Any:
-        chunk = chunk_of.pop(id(output), 0) if len(timers) > 1 else 0
+        chunk = chunk_of.pop(id(output)) if len(timers) > 1 else 0
         before = watch.key
         timers[chunk].begin("backward")
         try:
@@ -304,7 +305,8 @@ def _measurement(
     )
     return RankMeasurement(
         rank=member, pp_ranks=pp_ranks, device=_device(), beside=asked.beside,
-        microbatches=count, chunks=chunks, step={key: samples(key) for key in ONCE},
+        microbatches=count, steps=len(found), chunks=chunks,
+        step={key: samples(key) for key in ONCE},
         answers=samples(ANSWER), warm_up=asked.warm_up,
         whole=Samples(tuple(sum(durations.values()) for durations in found)),
         versions=plans.versions(),
